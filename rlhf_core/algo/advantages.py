@@ -36,6 +36,9 @@ def token_rewards(
     """Return the reward of each token: the KL penalty, plus the score at the last token (Ziegler et al. 2019;
     Ouyang et al. 2022, eq. 2).
 
+    >>> token_rewards(torch.tensor([2.0]), torch.tensor([[0.5, 1.0]]), torch.ones(1, 2), kl_coef=0.1)
+    tensor([[-0.0500,  1.9000]])
+
     Args:
         scores_B: [B] scores of the sequences.
         kl_BT: [B, T] KL estimate of each token, in nats.
@@ -67,6 +70,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     t + 1 is the next VALID token: a masked token inside a row (the output of a tool) is skipped. After the
     last valid token V is 0.
 
+    >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), torch.ones(1, 2), gamma=1.0, lam=1.0)
+    (tensor([[0.5000, 0.5000]]), tensor([[1., 1.]]))
+
     Args:
         rewards: [B, T] reward of each token.
         values: [B, T] value before each token, in the unit of the reward.
@@ -97,6 +103,9 @@ def returns_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
     Used by REINFORCE++ (Hu 2025) and for the per-token KL of the group estimators. GAE without a critic and
     with lam = 1 is this sum, so it follows the same rule for gaps.
+
+    >>> returns_to_go(torch.tensor([[1.0, 0.0, 2.0]]), torch.ones(1, 3), gamma=0.5)
+    tensor([[1.5000, 1.0000, 2.0000]])
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
@@ -115,6 +124,10 @@ def group_advantages(scores_B: Tensor, groups_B: Tensor, kind: GroupKind, eps: f
 
     Calculated in float64 and on the CPU: sums over B numbers, in one order, give the same bits on every
     device.
+
+    >>> scores, groups = torch.tensor([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    >>> group_advantages(scores, groups, "rloo")
+    tensor([-2.,  2.,  0.,  0.])
     """
     if scores_B.dim() != 1 or groups_B.shape != scores_B.shape:
         shapes = f"{tuple(scores_B.shape)} and {tuple(groups_B.shape)}"

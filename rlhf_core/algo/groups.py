@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 
 def by_group(values: Sequence[T], groups: Sequence[str] | None) -> list[list[T]]:
-    """Return the values (n,) of each group, in the order of their first values. None: each is its own."""
+    """Return the values (n,) of each group, in the order of their first values. None: each is its own.
+
+    >>> by_group([1, 2, 3], ["a", "b", "a"])
+    [[1, 3], [2]]
+    """
     if groups is None:
         return [[value] for value in values]
     found: dict[str, list[T]] = {}
@@ -29,6 +33,10 @@ def effective_count(values: Sequence[float], groups: Sequence[str] | None, confi
     result is the number of groups.
 
     The design effect, at least 1, is the variance of the mean of the groups' sums over that of single values.
+
+    >>> values = [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    >>> round(effective_count(values, ["a", "a", "b", "b", "c", "c", "d", "d"]), 1)
+    1.9
     """
     grouped = by_group(values, groups)
     if len(grouped) == len(values):
@@ -45,6 +53,9 @@ def effective_count(values: Sequence[float], groups: Sequence[str] | None, confi
 def widening(count: int, groups: int, confidence: float) -> float:
     """Return the factor by which an interval over few groups is wider than one over as many values: the
     variance has groups - 1 degrees of freedom in place of count - 1.
+
+    >>> round(widening(count=100, groups=5, confidence=0.95), 2)
+    1.56
     """
     from scipy.special import stdtrit
 

@@ -32,6 +32,10 @@ def importance_weights(
         mask           w where low <= w <= high, else 0                          IcePop, Ling team 2025
         sequence-mask  w in rows whose geometric mean of w is within [low, high], else 0 for the whole row
 
+    >>> old, rollout = torch.tensor([[0.0, -1.0]]), torch.tensor([[-1.0, -1.0]])
+    >>> importance_weights(old, rollout, torch.ones(1, 2), "truncate")  # exp(1) is cut to 2
+    tensor([[2., 1.]])
+
     Args:
         old_logprobs: [B, T] log-probabilities of the trainer before the update.
         rollout_logprobs: [B, T] log-probabilities of the engine that sampled.

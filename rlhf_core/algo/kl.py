@@ -29,6 +29,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) ->
         abs  |d|
         k2   d^2 / 2              biased; its expected gradient is that of the KL
         k3   exp(-d) - 1 + d      unbiased and never negative; d is clamped to [-20, 20] inside exp
+
+    >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), "k2")
+    tensor([0.1250])
     """
     d = as_float(logprobs) - as_float(ref_logprobs)
     if estimator == "k1":
@@ -44,7 +47,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: Estimator) ->
 
 
 class FixedKL:
-    """A constant KL coefficient. `coef`: reward per nat."""
+    """A constant KL coefficient. `coef`: reward per nat.
+
+    >>> FixedKL(0.1).coef
+    0.1
+    """
 
     def __init__(self, coef: float) -> None:
         self.coef = float(coef)
@@ -66,6 +73,11 @@ class AdaptiveKL:
 
     (Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2.) `coef` starts at
     `init`: reward per nat. `target`: nats per sequence, the unit of `kl`. `horizon`: sequences.
+
+    >>> controller = AdaptiveKL(init=0.1, target=5.0, horizon=1000)
+    >>> controller.update(kl=10.0, n_sequences=100)  # twice the target: the change is clipped to 0.2 x 0.1
+    >>> round(controller.coef, 4)
+    0.102
     """
 
     def __init__(self, init: float, target: float, horizon: float) -> None:

@@ -32,6 +32,9 @@ def token_logprobs(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1
     bf16 and fp16 logits are raised to float32 chunk by chunk; the gradient has the dtype of the logits. A
     negative label (-100, the usual "no label") gives 0 and no gradient; a label beyond the vocabulary is an
     error. The temperature is the one that sampled the tokens, everywhere (law 8).
+
+    >>> token_logprobs(torch.zeros(1, 2, 4), torch.tensor([[3, -100]]))  # log(1 / 4), and no label
+    tensor([[-1.3863,  0.0000]])
     """
     _check(logits_BTV, temperature)
     if labels_BT.shape != logits_BTV.shape[:-1]:
@@ -50,6 +53,9 @@ def token_entropy(logits_BTV: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the exact entropy -sum p log p of softmax(logits / temperature), per token, in nats.
 
     [..., V] -> [...]. A logit of -inf is a word that cannot be sampled: it adds 0, and its gradient is 0.
+
+    >>> token_entropy(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))  # log 2, and a certain token
+    tensor([0.6931, -0.0000])
     """
     _check(logits_BTV, temperature)
     # torch declares Function.apply without types

@@ -84,6 +84,10 @@ def aggregate(
 
     A row without a valid token is not a sequence. `denominator` (positive) replaces what stands after the
     last slash: give it `step_denominator` of the whole optimizer step. The token modes take packed [N] too.
+
+    >>> x, mask = torch.tensor([[1.0, 1.0, 4.0], [3.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    >>> aggregate(x, mask, "token-mean"), aggregate(x, mask, "seq-mean-token-mean")
+    (tensor(2.2500), tensor(2.5000))
     """
     x = select(x, mask)
     if mode in ("token-mean", "token-sum"):
@@ -106,6 +110,9 @@ def aggregate(
 def step_denominator(mode: Aggregation, tokens: int, sequences: int) -> float:
     """Return the `denominator` of `mode` for an optimizer step with these valid tokens and non-empty
     sequences.
+
+    >>> step_denominator("token-mean", tokens=640, sequences=32)
+    640.0
     """
     if mode == "token-sum":
         return 1.0
@@ -130,6 +137,11 @@ def policy_loss(
         r = exp(logprobs - old_logprobs)         L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
     The log-ratio is clamped to [-20, 20].
+
+    >>> old, new = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.5, -1.0]])
+    >>> result = policy_loss(new, old, torch.ones(1, 2), torch.ones(1, 2))
+    >>> result.loss, result.clip_fraction  # -(1.2 + 1) / 2: the ratio exp(0.5) is clipped to 1.2
+    (tensor(-1.1000), tensor(0.5000))
 
     Args:
         logprobs: [B, T] log-probabilities of the policy, with gradient.
@@ -285,6 +297,10 @@ def value_loss(
 
     L = max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) / 2, or (v - R)^2 / 2 when clip is None.
 
+    >>> ones = torch.ones(1, 1)
+    >>> value_loss(3 * ones, 2 * ones, 2 * ones, ones, clip=None).loss
+    tensor(0.5000)
+
     Args:
         values: [B, T] values, with gradient.
         old_values: [B, T] values before the update.
@@ -315,6 +331,9 @@ def entropy_bonus(
     """Return the aggregated entropy per token ([B, T], from `logprobs.token_entropy`), in nats.
 
     A coefficient times it is SUBTRACTED from the loss.
+
+    >>> entropy_bonus(torch.tensor([[1.0, 2.0]]), torch.ones(1, 2))
+    tensor(1.5000)
     """
     return aggregate(entropy, mask, aggregation, denominator)
 
@@ -333,6 +352,9 @@ def kl_loss(
     The gradient is the plain derivative of the estimator. The gradient of k2 is that of the KL in
     expectation over the policy's own samples. The gradients of the unbiased estimators are not: k1's has mean
     zero, k3's is that of KL(reference || policy).
+
+    >>> kl_loss(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.ones(1, 1))
+    tensor(0.1250)
 
     Args:
         logprobs: [B, T] log-probabilities of the policy, with gradient.
@@ -356,6 +378,9 @@ def reward_model_loss(
 
         L = -log sigmoid(c - r - margin) + center (c + r)^2
 
+    >>> reward_model_loss(torch.tensor([2.0]), torch.tensor([1.0]))  # -log sigmoid(1)
+    tensor(0.3133)
+
     Args:
         chosen_B: [B] scores of the chosen responses.
         rejected_B: [B] scores of the rejected responses.
@@ -377,6 +402,9 @@ def sft_loss(logprobs: Tensor, mask: Tensor, denominator: Tensor | float | None 
     """Return the negative log-likelihood per trained token, in nats. Any shape.
 
     `denominator`: trained tokens of the whole optimizer step.
+
+    >>> sft_loss(torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([1, 1, 0]))
+    tensor(2.)
     """
     return -masked_mean(logprobs, mask, denominator)
 
@@ -394,6 +422,9 @@ def dpo_loss(
 
         h = beta ((policy_chosen - policy_rejected) - (ref_chosen - ref_rejected))
         L = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)
+
+    >>> dpo_loss(*torch.tensor([[-1.0], [-3.0], [-2.0], [-2.0]]), beta=0.5)  # -log sigmoid(0.5 x 2)
+    tensor(0.3133)
 
     Args:
         policy_chosen_B: [B] summed log-probabilities of the chosen responses, with gradient.

@@ -13,7 +13,11 @@ WHITEN_EPS = 1e-8
 
 
 def as_float(x: Tensor) -> Tensor:
-    """Return `x` itself if it is float32 or float64, else `x` in float32."""
+    """Return `x` itself if it is float32 or float64, else `x` in float32.
+
+    >>> as_float(torch.ones(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -22,6 +26,9 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
 
     `torch.where` and not a product: 0 * NaN is NaN, in the value and in the gradient. Axes of size one in `x`
     broadcast; the mask never does, because it is also what is counted.
+
+    >>> select(torch.tensor([1.0, torch.nan]), torch.tensor([1, 0]))
+    tensor([1., 0.])
     """
     if x.dim() != mask.dim() or any(a not in (1, b) for a, b in zip(x.shape, mask.shape, strict=True)):
         raise ValueError(f"mask must have the shape of the values {tuple(x.shape)}; got {tuple(mask.shape)}")
@@ -29,14 +36,22 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def divide(total: Tensor, denominator: Tensor | float) -> Tensor:
-    """Return `total / denominator` in the dtype of `total`, for every type of the denominator."""
+    """Return `total / denominator` in the dtype of `total`, for every type of the denominator.
+
+    >>> divide(torch.tensor(3.0), 2)
+    tensor(1.5000)
+    """
     if isinstance(denominator, Tensor):
         denominator = denominator.to(total.dtype)
     return total / denominator
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of `x` over the mask. Scalar, unit of `x`; 0.0 for an empty mask."""
+    """Return the sum of `x` over the mask. Scalar, unit of `x`; 0.0 for an empty mask.
+
+    >>> masked_sum(torch.tensor([1.0, 2.0, torch.nan]), torch.tensor([1, 1, 0]))
+    tensor(3.)
+    """
     return select(x, mask).sum()
 
 
@@ -46,6 +61,9 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: Tensor | float | None = No
     The count is exact. An epsilon in it would bias every mean, and short batches the most. `denominator`
     (positive) replaces the count: give it the tokens of the whole optimizer step, and the values of its
     micro-batches add up.
+
+    >>> masked_mean(torch.tensor([1.0, 2.0, torch.nan]), torch.tensor([1, 1, 0]))
+    tensor(1.5000)
     """
     if denominator is None:
         denominator = mask.bool().sum().clamp(min=1)
@@ -56,6 +74,9 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Return the variance over the mask: sum m (x - mu)^2 / (n - 1), or / n if not `unbiased`.
 
     Scalar; 0.0 if n < 2.
+
+    >>> masked_var(torch.tensor([1.0, 3.0, torch.nan]), torch.tensor([1, 1, 0]))
+    tensor(2.)
     """
     # float64 inside: a float32 mean of equal values is not quite that value, and whitening divides by this.
     wide = select(x, mask).double()
@@ -72,6 +93,9 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, eps: float =
     PPO does not call this function: no process holds the advantages of the whole batch.
     `rlhf_core.ppo.training.experience.summarize` computes the same mean and variance from sums of each
     response, and a test compares the results.
+
+    >>> masked_whiten(torch.tensor([1.0, 3.0, torch.nan]), torch.tensor([1, 1, 0]))
+    tensor([-0.7071,  0.7071,  0.0000])
     """
     wide = select(x, mask).double()
     mean = masked_mean(wide, mask)

@@ -20,6 +20,9 @@ def overlong_penalty(lengths_B: Tensor, max_length: int, buffer: int, factor: fl
         beyond                           -factor
 
     `lengths_B`, `max_length`, `buffer`: response tokens. A buffer of 0 is a step just above `max_length`.
+
+    >>> overlong_penalty(torch.tensor([10, 18, 20]), max_length=20, buffer=4, factor=1.0)
+    tensor([-0.0000, -0.5000, -1.0000])
     """
     if not 0 <= buffer <= max_length:
         raise ValueError(f"buffer must be between 0 and max_length ({max_length}) tokens; got {buffer}")
