@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_cli.arguments import add_command, add_config, add_endpoint, add_home
 from rlhf_cli.champions import add_champion_commands
+from rlhf_cli.init import add_init_commands
 from rlhf_cli.prune import add_prune_command
 from rlhf_cli.review import add_review_command
 from rlhf_cli.rounds import add_rounds_command
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="rlhf", description="End-to-end RLHF: raw data to a registered, evaluated policy."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_init_commands(commands)
     _add_run(commands)
     add_rounds_command(commands)
     _add_plan(commands)

@@ -119,6 +119,8 @@ class SetCounts:
     eval: int = 0
     others: dict[str, OtherFields] = field(default_factory=dict)
     """Fields that no text is made of, by source."""
+    formats: Counter[str] = field(default_factory=Counter)
+    """Usable rows, by format."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dict, for the data card."""
@@ -165,7 +167,7 @@ def read_records(
     name: SetName,
     quarantine: Quarantine,
     counts: SetCounts,
-    contents: Mapping[str, Contents],
+    contents: Mapping[str, Contents | None],
 ) -> list[SourceRecord]:
     """Return all usable records of a set.
 
@@ -174,7 +176,7 @@ def read_records(
         name: The set.
         quarantine: Receives the bad rows.
         counts: Its `read` and `bad` are increased.
-        contents: Expected contents of each source by its field, such as `data.sft[0]`.
+        contents: Expected contents of each source by its field, such as `data.sft[0]`; None: not checked.
 
     Raises DataError if a source is empty, has too many bad rows, or has other contents.
     """
@@ -196,6 +198,7 @@ def read_records(
             assert isinstance(row, Row)
             absent = {theirs for theirs in absent if field_value(row.data, theirs) is None}
             others.add(other_fields(row.data, source.rename, result.record))
+            counts.formats[result.record.kind] += 1
             if result.record.marked_bad:
                 marked_bad += 1
             else:
@@ -280,7 +283,7 @@ def check_bad_share(
 
 
 def _rows(
-    config: PipelineConfig, name: SetName, source: Source, contents: Contents
+    config: PipelineConfig, name: SetName, source: Source, contents: Contents | None
 ) -> Iterator[Row | BadRow]:
     if source.path != "synthetic":
         yield from read_rows(source, config.store, contents)

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from rlhf_core.data.examples import (
 )
 from rlhf_core.data.lengths import Lengths, measured
 from rlhf_core.data.sources import (
+    Contents,
     model_digests,
     model_state,
     require_same_state,
@@ -95,6 +97,63 @@ def prepare(
     contents, state = source_contents(config), model_state(config)
     digests = {name: source.digest for name, source in contents.items()} | model_digests(config)
     require_unchanged(digests, key_digests or {}, config)
+    prepared = read_and_encode(config, out, progress, contents)
+    failpoint("data.encoded")
+    for name in SETS:
+        for split, items in prepared.splits[name].items():
+            write(out, FILE_NAMES[name], split, [item.example for item in items])
+    tokenizer = prepared.encoder.tokenizer
+    save_tokenizer(tokenizer, out / "tokenizer")
+    write_response_prefix(out, prepared.encoder.response_prefix)
+    if config.model.path is None:
+        write_tiny_config(config, tokenizer, out / "model")
+    # The tokenizer and the template were read between these checks and the digests.
+    require_unchanged(template_digests(config), digests, config)
+    require_same_state(state, config, digests)
+    card = prepared.card(config, digests)
+    for warning in (
+        *_size_warnings(config, prepared.splits),
+        *card_warnings(card, config.data.eval_fraction),
+    ):
+        log.warning("%s", warning)
+    write_json(out / "data_card.json", card)
+    (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
+    return card
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The rows of all sources, encoded and split."""
+
+    encoder: Encoder
+    lengths: Lengths
+    limits: Limits
+    counts: Mapping[SetName, SetCounts]
+    splits: Splits
+
+    def card(self, config: PipelineConfig, digests: Mapping[str, str]) -> dict[str, Any]:
+        """Return the data card. `digests` are those of the sources by name."""
+        card = build_card(config, digests, self.counts, self.splits, self.encoder.tokenizer)
+        given, limits = config.given_limits, self.limits
+        longest_prompt = limits.prompt
+        if given.prompt is None:
+            # Prompts of regression sets are not measured: which ones there are must not change this artifact.
+            longest_prompt = max(longest_prompt, measured(given, self.lengths.context).prompt - limits.new)
+        rows = self.lengths.table(given, limits)
+        card["limits"] = {**limits._asdict(), "longest_prompt": longest_prompt, "rows": rows}
+        return card
+
+
+def read_and_encode(
+    config: PipelineConfig,
+    out: Path,
+    progress: Callable[[int, int], None],
+    contents: Mapping[str, Contents | None],
+) -> Prepared:
+    """Read, check, encode and split the rows. The bad ones are written to `out/quarantine.jsonl`.
+
+    `contents` are the expected contents of the sources by name; None: not checked.
+    """
     counts = {name: SetCounts() for name in SETS}
     quarantine = Quarantine(out / "quarantine.jsonl")
     records: dict[SetName, list[SourceRecord]] = {}
@@ -122,30 +181,7 @@ def prepare(
     prompts = [item.example for item in encoded["prompts"] if isinstance(item.example, PromptExample)]
     for warning in require_answers(prompts, config.ppo.rewards, most=config.data.max_bad_rows):
         log.warning("%s", warning)
-    failpoint("data.encoded")
-    splits = _split(config, encoded, counts)
-    for name in SETS:
-        for split, items in splits[name].items():
-            write(out, FILE_NAMES[name], split, [item.example for item in items])
-    save_tokenizer(tokenizer, out / "tokenizer")
-    write_response_prefix(out, encoder.response_prefix)
-    if config.model.path is None:
-        write_tiny_config(config, tokenizer, out / "model")
-    # The tokenizer and the template were read between these checks and the digests.
-    require_unchanged(template_digests(config), digests, config)
-    require_same_state(state, config, digests)
-    card = build_card(config, digests, counts, splits, tokenizer)
-    longest_prompt = limits.prompt
-    if config.given_limits.prompt is None:
-        # Prompts of regression sets are not measured: which ones there are must not change this artifact.
-        longest_prompt = max(longest_prompt, measured(config.given_limits, context).prompt - limits.new)
-    rows = lengths.table(config.given_limits, limits)
-    card["limits"] = {**limits._asdict(), "longest_prompt": longest_prompt, "rows": rows}
-    for warning in (*_size_warnings(config, splits), *card_warnings(card, config.data.eval_fraction)):
-        log.warning("%s", warning)
-    write_json(out / "data_card.json", card)
-    (out / "data_card.md").write_text(card_markdown(card), encoding="utf-8")
-    return card
+    return Prepared(encoder, lengths, limits, counts, _split(config, encoded, counts))
 
 
 def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]]) -> tuple[Any, int]:

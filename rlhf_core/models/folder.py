@@ -164,6 +164,15 @@ class ModelFolder:
         return sum(math.prod(entry["shape"]) for entry in self.tensors.values())
 
     @property
+    def has_chat_template(self) -> bool:
+        if (self.root / "chat_template.jinja").is_file():
+            return True
+        try:
+            return bool(self.read_json("tokenizer_config.json").get("chat_template"))
+        except UnreadableJSON:
+            return False
+
+    @property
     def layer_names(self) -> set[str]:
         """Names of the modules with a matrix within the layers, such as `q_proj`: possible targets of LoRA.
 
@@ -449,20 +458,11 @@ def _tokenizer(folder: ModelFolder, needs_template: bool) -> Iterator[Finding]:
             problem = vocabulary_problem(str(folder.root), folder.text_config, tokens)
             if problem is not None:
                 yield problem
-    if needs_template and not _has_chat_template(folder):
+    if needs_template and not folder.has_chat_template:
         yield ModelError(
             f"model.path: the tokenizer of {folder.root} has no chat template; set data.chat_template to a"
             " Jinja file, or data.template=plain"
         )
-
-
-def _has_chat_template(folder: ModelFolder) -> bool:
-    if (folder.root / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool(folder.read_json("tokenizer_config.json").get("chat_template"))
-    except UnreadableJSON:
-        return False
 
 
 def _token_count(content: dict[str, Any]) -> int:

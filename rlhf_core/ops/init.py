@@ -1,0 +1,168 @@
+"""`rlhf init`: a short configuration for a team's own files and model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from rlhf_core.config.address import parse_address
+from rlhf_core.data.files import first_rows, list_files
+from rlhf_core.errors import ConfigError
+from rlhf_core.models.folder import ModelFolder
+from rlhf_core.system.files import exists
+
+Goal = Literal["ppo", "grpo", "dpo"]
+SMALL, MEDIUM = 100_000_000, 3_000_000_000
+"""Parameters from which the rates of the next size apply."""
+
+
+class Rates(NamedTuple):
+    """Learning rates for all parameters. With adapters, the defaults are ten times those of large models."""
+
+    sft: str
+    reward: str
+    policy: str
+    critic: str
+    dpo: str
+    source: str
+
+
+_SMALL_RATES = Rates(
+    "1.0e-3",
+    "5.0e-4",
+    "3.0e-4",
+    "5.0e-4",
+    "2.0e-4",
+    "a model below 100 million parameters (tinystories.yaml)",
+)
+_MEDIUM_RATES = Rates(
+    "2.0e-5", "1.0e-5", "3.0e-6", "1.0e-5", "5.0e-7", "TRL's examples for models of 0.5 and 1 billion"
+)
+"""TRL's example commands: sft.py, reward_modeling.py and dpo.py for Qwen2-0.5B, ppo.py for Pythia-1B."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user has. The files are addresses of sources, as in the section `data`."""
+
+    model: str
+    goal: Goal
+    sft: str | None = None
+    pairs: str | None = None
+    prompts: str | None = None
+
+
+def configuration(given: Given, name: str) -> str:
+    """Return the text of a configuration named `name`. Raises ConfigError if a file is missing that the goal
+    needs.
+    """
+    answers = _has_answers(given.prompts)
+    _check(given, answers)
+    return "\n".join(
+        [
+            f"# {given.goal.upper()} of {given.model}. `rlhf data FILE` shows what is made of the rows,"
+            " `rlhf plan FILE` what it needs.",
+            f"run: {{name: {name}}}",
+            f"model: {{path: {given.model}}}",
+            "",
+            *_data(given),
+            "",
+            *_stages(given, answers),
+            "",
+        ]
+    )
+
+
+def _check(given: Given, answers: bool) -> None:
+    if given.goal == "dpo" and given.pairs is None:
+        raise ConfigError("--goal dpo: needs pairs (prompt, chosen, rejected); give --pairs FILE")
+    if given.goal != "dpo" and given.pairs is None and not answers:
+        raise ConfigError(
+            f"--goal {given.goal}: needs a reward: give --pairs FILE (prompt, chosen, rejected) to train a"
+            " reward model, or --prompts FILE whose rows have a field `answer`"
+        )
+    if given.sft is None and given.pairs is None and not _follows_instructions(given.model):
+        raise ConfigError(
+            f"--model {given.model}: has no chat template, so it must learn to answer first; give --sft FILE"
+        )
+
+
+def _data(given: Given) -> Iterator[str]:
+    """Yield the section `data`."""
+    yield "data:"
+    if given.sft is not None:
+        yield f"  sft: [{{path: {given.sft}}}]"
+    elif given.pairs is not None and not _follows_instructions(given.model):
+        yield f"  sft: [{{path: {given.pairs}}}]          # the chosen responses: no demonstrations were given"
+    if given.pairs is not None:
+        yield f"  preference: [{{path: {given.pairs}}}]"
+    else:
+        yield "  preference: []"
+    prompts = given.prompts or given.pairs or given.sft
+    note = "" if given.prompts else "      # the prompts of these rows: no file of prompts was given"
+    yield f"  prompts: [{{path: {prompts}}}]{note}"
+
+
+def _stages(given: Given, answers: bool) -> Iterator[str]:
+    rates = rates_of(given.model)
+    if rates is not None:
+        yield f"# Learning rates: {rates.source}."
+    if given.sft is None and _follows_instructions(given.model):
+        yield "sft: {enabled: false}    # the model follows instructions already; give data.sft to train it first"
+    elif rates is not None:
+        yield f"sft: {{optimizer: {{learning_rate: {rates.sft}}}}}"
+    if given.pairs is None:
+        yield "reward: {enabled: false}"
+    elif rates is not None:
+        yield f"reward: {{optimizer: {{learning_rate: {rates.reward}}}}}"
+    if given.goal == "dpo":
+        yield "ppo: {enabled: false}"
+        rate = "" if rates is None else f", optimizer: {{learning_rate: {rates.dpo}}}"
+        yield f"dpo: {{enabled: true{rate}}}"
+        return
+    yield "ppo:"
+    if given.goal == "grpo":
+        yield "  algorithm: grpo"
+    if rates is not None:
+        yield f"  policy: {{learning_rate: {rates.policy}}}"
+        if given.goal == "ppo":
+            yield f"  critic: {{learning_rate: {rates.critic}}}"
+    yield "  rewards:"
+    if answers:
+        yield "    - {type: answer}       # 1 if the final answer is that of the row's field `answer`"
+    else:
+        yield "    - {type: model}        # the reward model that is trained on the pairs"
+
+
+def rates_of(model: str) -> Rates | None:
+    """Return the learning rates for the size of a local model. None: the defaults, which are those of models
+    of several billion parameters, or the size is not known.
+    """
+    if not exists(model):
+        return None
+    parameters = ModelFolder(model).parameters
+    if not 0 < parameters < MEDIUM:
+        return None
+    return _SMALL_RATES if parameters < SMALL else _MEDIUM_RATES
+
+
+def _follows_instructions(model: str) -> bool:
+    """Return whether a model has a chat template, as models that follow instructions have. Those of the hub
+    are judged by their names.
+    """
+    if not exists(model):
+        return any(word in model.lower() for word in ("instruct", "-it", "chat"))
+    return ModelFolder(model).has_chat_template
+
+
+def _has_answers(source: str | None) -> bool:
+    """Return whether the first rows of a local source of prompts have a field `answer`."""
+    if source is None:
+        return False
+    address = parse_address(source)
+    if address.kind != "local":
+        return False
+    rows = [row for file in list_files(address, "train")[:1] for row in first_rows(file)]
+    return bool(rows) and all(row.data.get("answer") is not None for row in rows)
