@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rlhf_core.config.address import parse_address
@@ -95,7 +94,7 @@ def _data(given: Given) -> Iterator[str]:
     if given.sft is not None:
         yield f"  sft: [{{path: {given.sft}}}]"
     elif given.pairs is not None and not _follows_instructions(given.model):
-        yield f"  sft: [{{path: {given.pairs}}}]          # the chosen responses: no demonstrations were given"
+        yield f"  sft: [{{path: {given.pairs}}}]  # the chosen responses: none were given"
     if given.pairs is not None:
         yield f"  preference: [{{path: {given.pairs}}}]"
     else:
@@ -110,7 +109,7 @@ def _stages(given: Given, answers: bool) -> Iterator[str]:
     if rates is not None:
         yield f"# Learning rates: {rates.source}."
     if given.sft is None and _follows_instructions(given.model):
-        yield "sft: {enabled: false}    # the model follows instructions already; give data.sft to train it first"
+        yield "sft: {enabled: false}    # the model follows instructions already"
     elif rates is not None:
         yield f"sft: {{optimizer: {{learning_rate: {rates.sft}}}}}"
     if given.pairs is None:
