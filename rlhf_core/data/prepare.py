@@ -70,6 +70,7 @@ from rlhf_core.types import PairExample, PromptExample
 
 log = logging.getLogger(__name__)
 
+QUARANTINE = "quarantine.jsonl"
 FILE_NAMES: dict[SetName, str] = {"sft": "sft", "preference": "pairs", "prompts": "prompts"}
 _EMBEDDING_MULTIPLE = 8
 _REPORT_EVERY = 200
@@ -155,7 +156,7 @@ def read_and_encode(
     `contents` are the expected contents of the sources by name; None: not checked.
     """
     counts = {name: SetCounts() for name in SETS}
-    quarantine = Quarantine(out / "quarantine.jsonl")
+    quarantine = Quarantine(out / QUARANTINE)
     records: dict[SetName, list[SourceRecord]] = {}
     try:
         for name in SETS:

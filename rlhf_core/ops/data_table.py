@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ _USES: dict[SetName, str] = {
     "prompts": "prompts",
 }
 _SAMPLE_CHARS = 300
+_BAD_ROWS = 5
 
 
 class Part(NamedTuple):
@@ -54,6 +56,8 @@ class DataTable:
     """The first training row of each set, as the model reads it."""
     rows: int
     """Rows that were read of each source, at most."""
+    bad_rows: tuple[str, ...]
+    """The first rows that cannot be read, with the reason."""
     warnings: tuple[str, ...]
 
 
@@ -72,13 +76,17 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
 
     Raises DataError or ModelError with the source, the rule and a fix.
     """
-    from rlhf_core.data.prepare import read_and_encode
+    from rlhf_core.data.card import card_warnings
+    from rlhf_core.data.prepare import QUARANTINE, read_and_encode
 
     limited = _limited(config, rows)
     with TemporaryDirectory() as folder, _warnings() as warnings:
         contents = {f"data.{name}[{index}]": None for name, index, _ in limited.data.sources()}
         prepared = read_and_encode(limited, Path(folder), lambda done, total: None, contents)
         card = prepared.card(limited, {})
+        bad_rows = _bad_rows(Path(folder) / QUARANTINE)
+    warnings = [text for text in warnings if QUARANTINE not in text]
+    warnings += card_warnings(card, config.data.eval_fraction)
     formats = {
         name: [kind for kind, _ in count.formats.most_common()] for name, count in prepared.counts.items()
     }
@@ -87,7 +95,13 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
         for name, split in prepared.splits.items()
         if split["train"]
     }
-    return DataTable(card, formats, samples, rows, tuple(warnings))
+    return DataTable(card, formats, samples, rows, bad_rows, tuple(warnings))
+
+
+def _bad_rows(file: Path) -> tuple[str, ...]:
+    """Return the first rows of a quarantine: file, line and reason."""
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines()[:_BAD_ROWS])
+    return tuple(f"{row['source']}:{row['line']}: {row['reason']}" for row in rows)
 
 
 def _parts(example: SFTExample | PairExample | PromptExample, tokenizer: Any) -> list[Part]:
@@ -149,6 +163,8 @@ def show(table: DataTable, console: Console) -> None:
         )
         console.print(_sample(parts))
     console.print()
+    for row in table.bad_rows:
+        console.print(f"cannot be read: {row}", markup=False, highlight=False)
     for warning in table.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
 

@@ -1,0 +1,71 @@
+"""`rlhf data` reads the first rows as the stage `data` reads all of them, and says what becomes of them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from rlhf_core.errors import DataError
+from rlhf_core.ops.data_table import read_data, show
+
+PAIRS = [
+    {"prompt": f"Name bird {number}.", "chosen": f"A robin {number}.", "rejected": "Bird bird."}
+    for number in range(40)
+]
+
+
+def config_of(folder: Path, rows: list[dict[str, str]]) -> Path:
+    """Write the rows and a configuration that reads them as all three sets, with a model from scratch."""
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = [{"path": str(pairs)}]
+    config = folder / "my.yaml"
+    config.write_text(yaml.safe_dump({"data": {"sft": source, "preference": source, "prompts": source}}))
+    return config
+
+
+def test_rows_are_counted_by_set_with_what_is_left_out(tmp_path: Path) -> None:
+    table = read_data(config_of(tmp_path, [*PAIRS, PAIRS[0], {"prompt": "no answer"}]))
+    counts = table.card["counts"]["preference"]
+    assert counts["read"] == 42
+    assert counts["bad"] == 1
+    assert counts["dropped"] == {"duplicate": 1}
+    assert counts["train"] + counts["eval"] == 40
+    assert table.formats["preference"] == ["preference"]
+
+
+def test_only_the_first_rows_are_read(tmp_path: Path) -> None:
+    table = read_data(config_of(tmp_path, PAIRS), rows=10)
+    assert table.card["counts"]["preference"]["read"] == 10
+
+
+def test_a_sample_shows_which_part_is_learned(tmp_path: Path) -> None:
+    prompt, response = read_data(config_of(tmp_path, PAIRS)).samples["preference"]
+    assert "Name bird" in prompt.text and not prompt.learned
+    assert "A robin" in response.text and response.learned
+
+
+def test_what_would_end_the_stage_ends_the_command_with_the_same_message(tmp_path: Path) -> None:
+    config = config_of(tmp_path, [{"question": "What?"}] * 20)
+    with pytest.raises(DataError, match=r"data.sft\[0\]: 20 of 20 rows"):
+        read_data(config)
+
+
+def test_the_tables_name_sets_lengths_and_warnings(tmp_path: Path) -> None:
+    out = io.StringIO()
+    rows = [
+        *PAIRS,
+        {"prompt": "Name BIRD 0!", "chosen": "A robin.", "rejected": "Bird."},
+        {"prompt": "no answer"},
+    ]
+    show(read_data(config_of(tmp_path, rows)), Console(file=out, width=120))
+    text = out.getvalue()
+    assert "pairs (preference)" in text and "held out" in text
+    assert "response" in text and "longest" in text
+    assert "⟦A robin" in text.replace("\n", "")
+    assert "cannot be read: " in text and "pairs.jsonl:42: " in text
