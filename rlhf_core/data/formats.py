@@ -11,7 +11,10 @@
 `prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists
 with or without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
 "\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt. A
-field `system` of a row is the first message of its prompt or conversation.
+field `system` of a row is the first message of its prompt or conversation. A content can be a list of parts
+of the type `text`, and the role `developer` is `system`. With `auto`, rows of ShareGPT (`conversations`) are
+`messages`, and rows of Alpaca (`instruction`, `input`, `output`) are `completion`. Without another
+field for it, `question` and `problem` are the prompt.
 
 A row may not say something that is then not done. Fields of messages that are neither used nor known as
 descriptions are refused, as are fields of rows that are known to change what is trained (`_REFUSED`). All
@@ -32,6 +35,10 @@ from rlhf_core.config.data import Format
 from rlhf_core.data.files import json_type
 
 ROLES = ("system", "user", "assistant")
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT that have other names here."""
+_PROMPT_NAMES = ("question", "problem")
+"""Names of the prompt in sets of problems, such as GSM8K and MATH."""
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
 _USED: dict[str, frozenset[str]] = {
     "text": frozenset({"text", "label", "weight", "train"}),
@@ -174,6 +181,8 @@ def normalise(
         ignore: Fields of the row and of its messages that are not read. `meta` has those of the row.
     """
     row = _renamed(row, rename or {})
+    if wanted == "auto":
+        row = _from_other_layout(row)
     meta = _meta(row)
     row = _without(row, ignore) if ignore else row
     kind = _detect(row, demonstration=demonstration) if wanted == "auto" else wanted
@@ -207,12 +216,39 @@ def normalise(
     )
 
 
+def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of ShareGPT, Alpaca or a set of problems with the fields of one of the five formats."""
+    has = {name for name, value in row.items() if value is not None}
+    conversation = row.get("conversations")
+    if isinstance(conversation, list) and "messages" not in has:
+        messages = [_from_share_gpt(item) for item in conversation]
+        return {**_without(row, ("conversations",)), "messages": messages}
+    if {"instruction", "output"} <= has and not has & {"prompt", "completion", "messages", "chosen"}:
+        prompt = row["instruction"]
+        if not _is_empty(row.get("input")):
+            prompt = f"{prompt}\n\n{row['input']}"
+        kept = _without(row, ("instruction", "input", "output"))
+        return {**kept, "prompt": prompt, "completion": row["output"]}
+    if not has & {"prompt", "messages", "text"}:
+        for name in _PROMPT_NAMES:
+            if name in has:
+                return {**_without(row, (name,)), "prompt": row[name]}
+    return row
+
+
+def _from_share_gpt(item: Any) -> Any:
+    if not isinstance(item, Mapping) or "from" not in item:
+        return item
+    role = _SPEAKERS.get(str(item["from"]), item["from"])
+    return {**_without(item, ("from", "value")), "role": role, "content": item.get("value")}
+
+
 def other_fields(row: Mapping[str, Any], rename: Mapping[str, str], record: Record) -> dict[str, bool]:
     """Return the fields of a row that its record's texts are not made of, and whether each is a long text
     that is not part of another one.
     """
     found = {}
-    for name, value in _renamed(row, rename).items():
+    for name, value in _from_other_layout(_renamed(row, rename)).items():
         if name not in _USED[record.kind] | {"group"} and not _is_empty(value):
             is_text = name not in _OWN_FIELDS and _is_long_text(value)
             found[str(name)] = is_text and not any(value in text for text in record.texts)
@@ -416,6 +452,8 @@ def _message(item: Any, name: str) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(f"{name} must be an object with 'role' and 'content'; got {json_type(item)}")
     role = item.get("role")
+    if role == "developer":  # the name of the system message in the API of newer models
+        role = "system"
     if role not in ROLES:
         fields = ", ".join(sorted(map(repr, item))[:8])
         got = repr(str(role)[:40]) if "role" in item else f"no role (fields: {fields})"
@@ -428,8 +466,23 @@ def _message(item: Any, name: str) -> Message:
             " message are; write it into 'content', or name it in `ignore`"
         )
     trained = all(_says_trained(item, key, str(role), name) for key in _TRAINED)
-    content = _checked(item.get("content"), f"{name}.content")
+    content = _checked(_joined_parts(item.get("content"), name), f"{name}.content")
     return Message(str(role), content, trained or role != "assistant")
+
+
+def _joined_parts(content: Any, name: str) -> Any:
+    """Return the text of a content that is a list of parts of the type `text`."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else json_type(part)
+            raise RowError(
+                f"{name}.content has a part of the type {str(kind)[:40]!r}: models read text only; leave it out"
+            )
+        texts.append(_checked(part.get("text"), f"{name}.content"))
+    return "".join(texts)
 
 
 def _says_trained(item: Mapping[str, Any], key: str, role: str, name: str) -> bool:

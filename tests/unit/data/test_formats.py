@@ -280,7 +280,7 @@ WHITE_SPACE = "".join(filter(str.isspace, map(chr, range(0x110000))))
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "no known format.*fields: none"),
-    ({"question": "x"}, "no known format.*'question'.*rename"),
+    ({"query": "x"}, "no known format.*'query'.*rename"),
     ({"text": ""}, "'text' is empty"),
     ({"text": " \n\t"}, "'text' is blank"),
     ({"text": 5}, "'text' must be a string; got int"),

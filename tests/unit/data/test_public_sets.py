@@ -69,6 +69,8 @@ OASST = {
     ]
 }
 ALPACA = {"instruction": "Is it late?", "input": "", "output": "It is noon."}
+CALL = {"from": "function_call", "value": "{}"}
+PARTS = [{"type": "text", "text": "Is it "}, {"type": "text", "text": "late?"}]
 SHAREGPT = {"conversations": [{"from": "human", "value": "Is it late?"}, {"from": "gpt", "value": "It is."}]}
 SLIMORCA = {"messages": [{**ASK, "weight": 0.0}, {**ANSWER, "weight": 0.0}, AGAIN, {**LATER, "weight": 1.0}]}
 VERL = {
@@ -107,7 +109,8 @@ LAYOUTS = [
         PAIR.replace(PROMPT, SYSTEM),
         {"rename": {"question": "prompt"}},
     ),
-    Layout("GSM8K", "prompts", GSM8K, "no known format.*'question'.*use `rename`"),
+    Layout("GSM8K", "prompts", GSM8K, PROMPT, answer="Two hours.\n#### 2"),
+    Layout("orca_dpo_pairs as it is", "preference", ORCA, PAIR.replace(PROMPT, SYSTEM)),
     Layout(
         "GSM8K with new names",
         "prompts",
@@ -117,22 +120,27 @@ LAYOUTS = [
         answer="Two hours.\n#### 2",
     ),
     Layout("OASST", "sft", OASST, NOON),
-    Layout("Alpaca", "sft", ALPACA, "no known format.*'instruction'.*use `rename`"),
+    Layout("Alpaca", "sft", ALPACA, NOON),
+    Layout(
+        "Alpaca with input", "sft", {**ALPACA, "input": "it is"}, NOON.replace("late?", "late?<0x0A><0x0A>it is")
+    ),
     Layout("Alpaca with new names", "sft", ALPACA, NOON, RENAMED_ALPACA),
     Layout(
-        "Alpaca with input",
+        "Alpaca with new names and input",
         "sft",
         {**ALPACA, "input": "In Rome."},
         "'input' is part of the prompt; write it into 'prompt'",
         RENAMED_ALPACA,
     ),
-    Layout("ShareGPT", "sft", SHAREGPT, "no known format.*'conversations'"),
+    Layout("ShareGPT", "sft", SHAREGPT, NOON.replace(" noon", "")),
+    Layout("ShareGPT, calls of tools", "sft", {"conversations": [CALL]}, "role must be.*got 'function_call'"),
+    Layout("parts of a content", "sft", {"messages": [{**ASK, "content": PARTS}, ANSWER]}, NOON),
+    Layout("an image", "sft", {"messages": [{**ASK, "content": [{"type": "image"}]}]}, "of the type 'image'"),
     Layout(
-        "ShareGPT with new names",
-        "sft",
-        SHAREGPT,
-        r"messages\[0\]\.role must be.*no role \(fields: 'from', 'value'\)",
-        {"rename": {"conversations": "messages"}},
+        "a developer's message",
+        "prompts",
+        {"messages": [{"role": "developer", "content": "Be brief."}, ASK]},
+        SYSTEM,
     ),
     Layout(
         "SlimOrca with roles", "sft", SLIMORCA, f"{TALK.replace('[', '').replace(']', '')}[ It is one.</s>]"
