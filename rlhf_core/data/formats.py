@@ -479,7 +479,7 @@ def _joined_parts(content: Any, name: str) -> Any:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, Mapping) else json_type(part)
             raise RowError(
-                f"{name}.content has a part of the type {str(kind)[:40]!r}: models read text only; leave it out"
+                f"{name}.content has a part of the type {str(kind)[:40]!r}: only text is read; leave it out"
             )
         texts.append(_checked(part.get("text"), f"{name}.content"))
     return "".join(texts)

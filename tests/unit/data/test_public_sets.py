@@ -122,7 +122,10 @@ LAYOUTS = [
     Layout("OASST", "sft", OASST, NOON),
     Layout("Alpaca", "sft", ALPACA, NOON),
     Layout(
-        "Alpaca with input", "sft", {**ALPACA, "input": "it is"}, NOON.replace("late?", "late?<0x0A><0x0A>it is")
+        "Alpaca with input",
+        "sft",
+        {**ALPACA, "input": "it is"},
+        NOON.replace("late?", "late?<0x0A><0x0A>it is"),
     ),
     Layout("Alpaca with new names", "sft", ALPACA, NOON, RENAMED_ALPACA),
     Layout(
