@@ -1,0 +1,19 @@
+"""Files of `deployments/`, which is installed next to `rlhf_core`: configurations, templates, services."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
+
+
+def shipped(path: str | Path) -> Path:
+    """Return `path`, or if there is no such file below the working folder, the installed one of this name.
+
+    >>> shipped("deployments/configs/demo.yaml").is_file()
+    True
+    """
+    given = Path(path)
+    if given.exists() or given.parts[:1] != (DEPLOYMENTS.name,):
+        return given
+    return DEPLOYMENTS.joinpath(*given.parts[1:])
