@@ -30,129 +30,98 @@ Format = Literal["auto", "text", "messages", "completion", "preference", "prompt
 class Source(Section):
     """One file, folder, bucket or dataset of rows."""
 
-    path: UserPath = content(
-        ...,
-        "`synthetic`, a local file or folder, `s3://bucket/key`, a Hugging Face dataset id, or a"
-        " [reference](rounds.md#references) to a file of an earlier run",
-        min_length=1,
-    )
-    split: str = result(
-        "train",
-        "Split of a hub dataset, or of a folder whose files are named by splits (`train-*.parquet`); for rows"
-        " with a `split` field, only used if `only_split`",
-    )
-    only_split: bool = result(False, "Keep only the rows whose `split` field equals `split`")
-    revision: str | None = content(
-        None,
-        "Commit of a hub dataset. Without it, a change of the dataset is not noticed when stages are reused",
-    )
-    format: Format = result(
-        "auto",
-        "`text`, `messages`, `completion` (prompt+completion), `preference` (prompt+chosen+rejected),"
-        " `prompt`; `auto`: by the fields that are present",
-    )
-    limit: PositiveInt | None = result(None, "Read at most this number of rows")
-    rename: dict[str, str] = result(
-        {}, "New names of fields, for example {question: prompt}, {reward_model.ground_truth: answer}"
-    )
-    ignore: tuple[str, ...] = result(
-        (),
-        "Fields of rows and of messages that no text or mask is made of, such as `tools`, `weight`. Without"
-        " this, those that change what a row means are refused. Rewards can still read those of rows",
-        later=True,
-    )
-    labelled_by: Literal["reward", "judge_model", "language_model"] | None = result(
-        None,
-        "For rows of a stage `sample`: its `sample.judge`, see [rounds](rounds.md). Such pairs do not train"
-        " the second reward model (`reward.judge`). With `judge_model` and `language_model` the results say"
-        " that the policy was trained with this judge",
-        later=True,
-    )
+    path: UserPath = content(..., min_length=1)
+    """`synthetic`, a local file or folder, `s3://bucket/key`, a Hugging Face dataset id, or a
+    [reference](rounds.md#references) to a file of an earlier run
+    """
+    split: str = result("train")
+    """Split of a hub dataset, or of a folder whose files are named by splits (`train-*.parquet`); for rows
+    with a `split` field, only used if `only_split`
+    """
+    only_split: bool = result(False)
+    """Keep only the rows whose `split` field equals `split`"""
+    revision: str | None = content(None)
+    """Commit of a hub dataset. Without it, a change of the dataset is not noticed when stages are reused"""
+    format: Format = result("auto")
+    """`text`, `messages`, `completion` (prompt+completion), `preference` (prompt+chosen+rejected), `prompt`;
+    `auto`: by the fields that are present
+    """
+    limit: PositiveInt | None = result(None)
+    """Read at most this number of rows"""
+    rename: dict[str, str] = result({})
+    """New names of fields, for example {question: prompt}, {reward_model.ground_truth: answer}"""
+    ignore: tuple[str, ...] = result((), later=True)
+    """Fields of rows and of messages that no text or mask is made of, such as `tools`, `weight`. Without
+    this, those that change what a row means are refused. Rewards can still read those of rows
+    """
+    labelled_by: Literal["reward", "judge_model", "language_model"] | None = result(None, later=True)
+    """For rows of a stage `sample`: its `sample.judge`, see [rounds](rounds.md). Such pairs do not train the
+    second reward model (`reward.judge`). With `judge_model` and `language_model` the results say that the
+    policy was trained with this judge
+    """
 
 
 class SyntheticConfig(Section):
     """The demo task: a small generated language with a known (gold) reward."""
 
-    sft_examples: PositiveInt = result(4000, "Demonstrations", within=_EXAMPLES)
-    pairs: PositiveInt = result(4000, "Preference pairs labelled by simulated annotators", within=_EXAMPLES)
-    prompts: PositiveInt = result(
-        1200,
-        "Prompts for PPO and evaluation, before the split",
-        within=Range(1, 1440, "the task has 1,440 different prompts"),
-    )
-    label_temperature: NonNegativeFloat = result(
-        0.25,
-        "Annotator noise: P(chosen) = sigmoid(gold difference / temperature); 0: no errors",
-        within=COEFFICIENT,
-    )
+    sft_examples: PositiveInt = result(4000, within=_EXAMPLES)
+    """Demonstrations"""
+    pairs: PositiveInt = result(4000, within=_EXAMPLES)
+    """Preference pairs labelled by simulated annotators"""
+    prompts: PositiveInt = result(1200, within=Range(1, 1440, "the task has 1,440 different prompts"))
+    """Prompts for PPO and evaluation, before the split"""
+    label_temperature: NonNegativeFloat = result(0.25, within=COEFFICIENT)
+    """Annotator noise: P(chosen) = sigmoid(gold difference / temperature); 0: no errors"""
 
 
 class DataConfig(Section):
     """Data sources and their conversion to token files."""
 
-    sft: tuple[Source, ...] = result(
-        (Source(path="synthetic"),),
-        "Demonstrations: text, messages or prompt+completion. With `model.path` there is no default",
-        min_length=1,
-    )
-    preference: tuple[Source, ...] = result(
-        (Source(path="synthetic"),),
-        "Pairs for the reward model and DPO; may be empty if PPO uses rule rewards only. With `model.path`"
-        " there is no default",
-    )
-    prompts: tuple[Source, ...] = result(
-        (Source(path="synthetic"),),
-        "Prompts for PPO and evaluation; rows of any format with a prompt. With `model.path` there is no"
-        " default",
-        min_length=1,
-    )
-    synthetic: SyntheticConfig = result(SyntheticConfig(), "The demo task, used if a source is `synthetic`")
-    template: Literal["chat", "plain"] = result(
-        "chat",
-        "`chat` applies the tokenizer's chat template, once; `plain` joins prompt and response without a"
-        " template",
-    )
-    chat_template: UserPath | None = content(None, "A Jinja file that replaces the tokenizer's chat template")
-    max_prompt_tokens: PositiveInt | None = result(
-        None,
-        "Longer prompts are dropped and counted. null: [what the data need](data.md#lengths); for the demo"
-        " 64",
-        within=TOKENS,
-    )
-    max_response_tokens: PositiveInt | None = result(
-        None,
-        "Responses of pairs and demonstrations longer than this are dropped and counted. null: [what the data"
-        " need](data.md#lengths); for the demo 64",
-        within=TOKENS,
-    )
-    max_text_tokens: PositiveInt | None = result(
-        None,
-        "`text` and `messages` rows are cut to this many tokens. null: [what the data need](data.md#lengths);"
-        " for the demo 512",
-        within=TOKENS,
-    )
+    sft: tuple[Source, ...] = result((Source(path="synthetic"),), min_length=1)
+    """Demonstrations: text, messages or prompt+completion. With `model.path` there is no default"""
+    preference: tuple[Source, ...] = result((Source(path="synthetic"),))
+    """Pairs for the reward model and DPO; may be empty if PPO uses rule rewards only. With `model.path` there
+    is no default
+    """
+    prompts: tuple[Source, ...] = result((Source(path="synthetic"),), min_length=1)
+    """Prompts for PPO and evaluation; rows of any format with a prompt. With `model.path` there is no default
+    """
+    synthetic: SyntheticConfig = result(SyntheticConfig())
+    """The demo task, used if a source is `synthetic`"""
+    template: Literal["chat", "plain"] = result("chat")
+    """`chat` applies the tokenizer's chat template, once; `plain` joins prompt and response without a
+    template
+    """
+    chat_template: UserPath | None = content(None)
+    """A Jinja file that replaces the tokenizer's chat template"""
+    max_prompt_tokens: PositiveInt | None = result(None, within=TOKENS)
+    """Longer prompts are dropped and counted. null: [what the data need](data.md#lengths); for the demo 64"""
+    max_response_tokens: PositiveInt | None = result(None, within=TOKENS)
+    """Responses of pairs and demonstrations longer than this are dropped and counted. null: [what the data
+    need](data.md#lengths); for the demo 64
+    """
+    max_text_tokens: PositiveInt | None = result(None, within=TOKENS)
+    """`text` and `messages` rows are cut to this many tokens. null: [what the data need](data.md#lengths);
+    for the demo 512
+    """
     eval_fraction: Fraction = result(
-        0.1,
-        "Share of the groups of related prompts held out, the same in all three sets. Rows of a group have"
-        " the same first user message, or the same field `group`",
-        within=Range(0.001, 0.9, "held-out prompts measure the models, 0.1 is usual"),
+        0.1, within=Range(0.001, 0.9, "held-out prompts measure the models, 0.1 is usual")
     )
-    split_seed: NonNegativeInt = result(
-        0,
-        "Determines, together with the group of a prompt, whether it is held out. The held-out prompts are"
-        " the same for every `run.seed`",
-    )
-    max_eval: PositiveInt = result(512, "Maximum number of held-out rows of each set")
-    deduplicate: bool = result(True, "Drop exact duplicates and count them")
-    max_bad_rows: Fraction = result(
-        0.05,
-        "A larger share of malformed rows stops the run; otherwise they are quarantined with line and reason",
-    )
-    min_rows: NonNegativeInt = result(
-        2,
-        "Fewer usable rows in a set stop the run",
-        within=Range(0, 10**8, "rows are held in memory"),
-    )
+    """Share of the groups of related prompts held out, the same in all three sets. Rows of a group have the
+    same first user message, or the same field `group`
+    """
+    split_seed: NonNegativeInt = result(0)
+    """Determines, together with the group of a prompt, whether it is held out. The held-out prompts are the
+    same for every `run.seed`
+    """
+    max_eval: PositiveInt = result(512)
+    """Maximum number of held-out rows of each set"""
+    deduplicate: bool = result(True)
+    """Drop exact duplicates and count them"""
+    max_bad_rows: Fraction = result(0.05)
+    """A larger share of malformed rows stops the run; otherwise they are quarantined with line and reason"""
+    min_rows: NonNegativeInt = result(2, within=Range(0, 10**8, "rows are held in memory"))
+    """Fewer usable rows in a set stop the run"""
 
     def sources(self) -> Iterator[tuple[SetName, int, Source]]:
         """Yield every source with its set and its index in it."""

@@ -17,15 +17,11 @@ DEFAULT_WARNING = 0.1
 class DriftConfig(Section):
     """The data compared with those of the champion. [Data](data.md#drift) describes the measures."""
 
-    warn: dict[Measure, Limit | None] = execution(
-        {},
-        "A measure above its limit is a warning; null: no limit. A measure that is left out has the limit"
-        f" {DEFAULT_WARNING:g}",
-    )
-    stop: dict[Measure, Limit | None] = execution(
-        {},
-        "A measure above its limit ends the run before the SFT model is trained; null, or left out: no limit",
-    )
+    warn: dict[Measure, Limit | None] = execution({})
+    """A measure above its limit is a warning; null: no limit. A measure that is left out has the limit 0.1
+    """
+    stop: dict[Measure, Limit | None] = execution({})
+    """A measure above its limit ends the run before the SFT model is trained; null, or left out: no limit"""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:

@@ -31,35 +31,28 @@ ConfiguredAggregation = Literal[
 class KLConfig(Section):
     """The penalty for divergence from the reference model."""
 
-    coef: NonNegativeFloat = result(
-        0.02,
-        "Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02"
-        " (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01",
-        within=COEFFICIENT,
-    )
-    place: Literal["reward", "loss"] = result(
-        "reward",
-        "Where the KL is applied: subtracted from each token's reward, or added to the policy loss. The"
-        " loss is the default of algorithms that compare the samples of a prompt, if no `estimator` is set:"
-        " their advantages have no baseline for the KL of a token",
-    )
-    estimator: Literal["k1", "abs", "k2", "k3"] | None = result(
-        None,
-        "Per-token estimator (Schulman, Approximating KL divergence). null: k1 in the reward and k2 in the"
-        " loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and is"
-        " refused; other estimators cause a warning (arXiv 2512.21852)",
-    )
-    target: PositiveFloat | None = result(
-        None,
-        "If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the"
-        " token sum). null: the coefficient is constant",
-    )
-    horizon: PositiveInt | None = result(
-        None,
-        "With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al."
-        " 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 %"
-        " per step",
-    )
+    coef: NonNegativeFloat = result(0.02, within=COEFFICIENT)
+    """Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02 (Ouyang
+    et al. 2022), LLaMA-2 and OpenRLHF use 0.01
+    """
+    place: Literal["reward", "loss"] = result("reward")
+    """Where the KL is applied: subtracted from each token's reward, or added to the policy loss. The loss is
+    the default of algorithms that compare the samples of a prompt, if no `estimator` is set: their advantages
+    have no baseline for the KL of a token
+    """
+    estimator: Literal["k1", "abs", "k2", "k3"] | None = result(None)
+    """Per-token estimator (Schulman, Approximating KL divergence). null: k1 in the reward and k2 in the loss,
+    which have the gradient of the KL. k1 in the loss has no gradient in expectation and is refused; other
+    estimators cause a warning (arXiv 2512.21852)
+    """
+    target: PositiveFloat | None = result(None)
+    """If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the token
+    sum). null: the coefficient is constant
+    """
+    horizon: PositiveInt | None = result(None)
+    """With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al. 2019,
+    who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 % per step
+    """
 
     @property
     def used_estimator(self) -> Literal["k1", "abs", "k2", "k3"]:
@@ -88,18 +81,17 @@ class KLConfig(Section):
 class OverlongConfig(Section):
     """DAPO's soft penalty for responses close to the length limit (Yu et al. 2025)."""
 
-    buffer: PositiveInt = result(..., "The penalty starts this many tokens before ppo.max_new_tokens")
-    factor: PositiveFloat = result(1.0, "Subtracted from the score at the limit; linear in between")
+    buffer: PositiveInt = result(...)
+    """The penalty starts this many tokens before ppo.max_new_tokens"""
+    factor: PositiveFloat = result(1.0)
+    """Subtracted from the score at the limit; linear in between"""
 
 
 class DynamicFilteringConfig(Section):
     """DAPO's dynamic sampling: replace prompts whose samples all have the same score, and so no gradient."""
 
-    max_rounds: PositiveInt = result(
-        3,
-        "Rounds of replacement prompts in one step; prompts that are still not replaced are kept and counted",
-        within=Range(1, 100, "each round samples a whole batch"),
-    )
+    max_rounds: PositiveInt = result(3, within=Range(1, 100, "each round samples a whole batch"))
+    """Rounds of replacement prompts in one step; prompts that are still not replaced are kept and counted"""
 
 
 class SequenceLoss(Section):
@@ -108,8 +100,10 @@ class SequenceLoss(Section):
     """
 
     type: Literal["gspo"] = "gspo"
-    clip_low: Fraction = result(3e-4, "The ratio of a response is clipped below 1 - this")
-    clip_high: PositiveFloat = result(4e-4, "The ratio of a response is clipped above 1 + this")
+    clip_low: Fraction = result(3e-4)
+    """The ratio of a response is clipped below 1 - this"""
+    clip_high: PositiveFloat = result(4e-4)
+    """The ratio of a response is clipped above 1 + this"""
 
 
 class ClippedWeightLoss(Section):
@@ -118,8 +112,10 @@ class ClippedWeightLoss(Section):
     """
 
     type: Literal["cispo"] = "cispo"
-    clip_low: Fraction = result(1.0, "The ratio is clipped below 1 - this. 1: no lower bound")
-    clip_high: PositiveFloat = result(4.0, "The ratio is clipped above 1 + this")
+    clip_low: Fraction = result(1.0)
+    """The ratio is clipped below 1 - this. 1: no lower bound"""
+    clip_high: PositiveFloat = result(4.0)
+    """The ratio is clipped above 1 + this"""
 
 
 class PythonLoss(UserFunction):
@@ -136,16 +132,17 @@ class PythonAdvantages(UserFunction):
     example.
     """
 
-    type: Literal["python"] = result("python", "Other types do not exist")
+    type: Literal["python"] = result("python")
+    """Other types do not exist"""
 
 
 class PTXConfig(Section):
     """Pretraining loss mixed into the policy's update (Ouyang et al. 2022, eq. 2)."""
 
-    coef: PositiveFloat = result(
-        ..., "Weight of the token loss on the demonstrations of stage `data`", within=COEFFICIENT
-    )
-    batch_size: PositiveInt = result(16, "Demonstrations per optimizer step, over all ranks", within=BATCH)
+    coef: PositiveFloat = result(..., within=COEFFICIENT)
+    """Weight of the token loss on the demonstrations of stage `data`"""
+    batch_size: PositiveInt = result(16, within=BATCH)
+    """Demonstrations per optimizer step, over all ranks"""
 
 
 def check_staleness(staleness: int, colocate: str, *, filters: bool) -> None:

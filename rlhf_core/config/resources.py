@@ -22,68 +22,44 @@ class StageResources(Section):
     `run.resources.default`.
     """
 
-    executor: Executor | None = execution(None, "Where this stage runs; null: `run.executor`")
-    nodes: PositiveInt | None = execution(
-        None,
-        "Nodes: worker pods of the Ray cluster (kuberay), nodes of the job (slurm). A Ray cluster that exists"
-        " (ray) has the nodes that it has; null: 1",
-        within=Range(1, 4096, "each is a machine"),
-    )
-    gpus_per_node: NonNegativeInt | None = execution(
-        None,
-        "GPUs of each node (kuberay, slurm); null: none",
-        within=Range(0, 64, "more than a machine has"),
-    )
-    cpus_per_node: PositiveInt | None = execution(
-        None,
-        "CPU cores of each node (kuberay, slurm), or those that the stage's own process reserves besides its"
-        " ranks and engines (ray); null: those of the template, or none",
-    )
+    executor: Executor | None = execution(None)
+    """Where this stage runs; null: `run.executor`"""
+    nodes: PositiveInt | None = execution(None, within=Range(1, 4096, "each is a machine"))
+    """Nodes: worker pods of the Ray cluster (kuberay), nodes of the job (slurm). A Ray cluster that exists
+    (ray) has the nodes that it has; null: 1
+    """
+    gpus_per_node: NonNegativeInt | None = execution(None, within=Range(0, 64, "more than a machine has"))
+    """GPUs of each node (kuberay, slurm); null: none"""
+    cpus_per_node: PositiveInt | None = execution(None)
+    """CPU cores of each node (kuberay, slurm), or those that the stage's own process reserves besides its
+    ranks and engines (ray); null: those of the template, or none
+    """
     memory_per_node: str | None = execution(
-        None,
-        "Memory of each node (kuberay, slurm) as a number with Ki, Mi, Gi or Ti; null: that of the template",
-        pattern=r"^[1-9][0-9]{0,8}(Ki|Mi|Gi|Ti)$",
-        form="a number with Ki, Mi, Gi or Ti, such as 512Gi",
+        None, pattern=r"^[1-9][0-9]{0,8}(Ki|Mi|Gi|Ti)$", form="a number with Ki, Mi, Gi or Ti, such as 512Gi"
     )
-    queue: str | None = execution(
-        None,
-        "Queue: a LocalQueue of Kueue (kuberay) or a partition (slurm)",
-        pattern=_WORD,
-        form=_WORD_FORM,
-    )
-    priority: str | None = execution(
-        None,
-        "Priority: a WorkloadPriorityClass of Kueue (kuberay) or a QOS (slurm)",
-        pattern=_LABEL,
-        form=_LABEL_FORM,
-    )
-    account: str | None = execution(
-        None, "Account that the job is charged to (slurm)", pattern=_WORD, form=_WORD_FORM
-    )
-    namespace: str | None = execution(
-        None,
-        "Namespace of the Ray cluster (kuberay); null: that of the service account or of the kubeconfig",
-        pattern=_LABEL,
-        form=_LABEL_FORM,
-    )
+    """Memory of each node (kuberay, slurm) as a number with Ki, Mi, Gi or Ti; null: that of the template"""
+    queue: str | None = execution(None, pattern=_WORD, form=_WORD_FORM)
+    """Queue: a LocalQueue of Kueue (kuberay) or a partition (slurm)"""
+    priority: str | None = execution(None, pattern=_LABEL, form=_LABEL_FORM)
+    """Priority: a WorkloadPriorityClass of Kueue (kuberay) or a QOS (slurm)"""
+    account: str | None = execution(None, pattern=_WORD, form=_WORD_FORM)
+    """Account that the job is charged to (slurm)"""
+    namespace: str | None = execution(None, pattern=_LABEL, form=_LABEL_FORM)
+    """Namespace of the Ray cluster (kuberay); null: that of the service account or of the kubeconfig"""
     image: str | None = execution(
-        None,
-        "Container image of all pods (kuberay); null: that of the template",
-        pattern=r"^[^\s\x00-\x1f\x7f]{1,255}$",
-        form="1 to 255 characters without blanks",
+        None, pattern=r"^[^\s\x00-\x1f\x7f]{1,255}$", form="1 to 255 characters without blanks"
     )
-    template: UserPath | None = execution(
-        None,
-        "The RayJob (kuberay) or the batch script (slurm); null: `deployments/kubernetes/rayjob.yaml` or"
-        " `deployments/slurm/rlhf.sbatch` below the working folder",
-        min_length=1,
-    )
+    """Container image of all pods (kuberay); null: that of the template"""
+    template: UserPath | None = execution(None, min_length=1)
+    """The RayJob (kuberay) or the batch script (slurm); null: `deployments/kubernetes/rayjob.yaml` or
+    `deployments/slurm/rlhf.sbatch` below the working folder
+    """
     time_limit: PositiveInt | None = execution(
-        None,
-        "Seconds after which the scheduler ends the job (kuberay: activeDeadlineSeconds, slurm: --time);"
-        " null: its default",
-        within=Range(60, 10**8, "a cluster needs minutes to start"),
+        None, within=Range(60, 10**8, "a cluster needs minutes to start")
     )
+    """Seconds after which the scheduler ends the job (kuberay: activeDeadlineSeconds, slurm: --time); null:
+    its default
+    """
 
 
 class ResourcesConfig(RootModel[dict[Literal["default", StageName], StageResources]]):

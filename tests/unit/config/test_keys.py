@@ -353,10 +353,10 @@ def test_a_source_that_a_key_leaves_out_is_in_the_key_of_an_input() -> None:
 
 def test_later_field_is_in_the_key_only_with_another_value() -> None:
     class Old(Section):
-        rate: float = result(0.5, "A rate")
+        rate: float = result(0.5)
 
     class New(Old):
-        patience: int = result(3, "A field that was added", later=True)
+        patience: int = result(3, later=True)
 
     assert keys.result_settings(New()) == keys.result_settings(Old()) == {"rate": 0.5}
     assert keys.result_settings(New(patience=4)) == {"rate": 0.5, "patience": 4}
