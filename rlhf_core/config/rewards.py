@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+import regex
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_core.config.allowed_hosts import AllowedHosts, check_url
@@ -23,8 +26,32 @@ from rlhf_core.config.base import (
     result,
 )
 from rlhf_core.config.language_model import ChatServiceConfig
-from rlhf_core.config.patterns import pattern_problem
 from rlhf_core.config.redact import shown
+
+_FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
+"""A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """Return why `pattern` cannot be used, or None."""
+    if _FUZZY.search(pattern):
+        return "has a brace that begins no repetition; write \\{ for the character"
+    try:
+        compiled(pattern)
+    except RecursionError:
+        return "is nested too deeply; flatten it"
+    except Exception as error:  # regex.error, OverflowError or MemoryError
+        return f"does not compile: {error}"
+    return None
+
+
+@lru_cache(maxsize=256)
+def compiled(pattern: str) -> Any:
+    """Compile `pattern` with `regex`, because `re` has no time limit. Its `fullmatch` accepts a `timeout`.
+
+    A dot matches line feeds, because responses have several lines.
+    """
+    return regex.compile(pattern, regex.VERSION0 | regex.DOTALL)
 
 
 class RewardSource(Section):
@@ -87,16 +114,16 @@ class FormatReward(RewardSource):
 
     type: Literal["format"] = "format"
     pattern: str = result(..., min_length=1)
-    """Python regular expression for the whole response. A dot matches line feeds as well"""
+    """Regular expression for the whole response, as for the package `regex`, which has those of Python's
+    `re` and more. A dot matches line feeds as well; a brace that is meant as itself is written `\\{`
+    """
 
     @field_validator("pattern")
     @classmethod
     def _check_pattern(cls, pattern: str) -> str:
         problem = pattern_problem(pattern)
         if problem:
-            raise ValueError(
-                f"pattern must be a Python regular expression; got {shown(pattern)}, which {problem}"
-            )
+            raise ValueError(f"pattern must be a regular expression; got {shown(pattern)}, which {problem}")
         return pattern
 
 
