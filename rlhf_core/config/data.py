@@ -1,9 +1,13 @@
-"""Section `data`: where texts, pairs and prompts come from, and how they become tokens."""
+"""Sections `data` and `drift`: where texts, pairs and prompts come from, how they become tokens within length
+limits, and how far they may be from those of the champion.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple, Self, get_args
+
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import (
     COEFFICIENT,
@@ -16,8 +20,85 @@ from rlhf_core.config.base import (
     Section,
     UserPath,
     content,
+    execution,
     result,
 )
+
+# These limits may be null. The stage `data` then chooses them with `fitted_limits` and writes all four into
+# its artifact, from which a later stage gets a configuration without nulls (`PipelineConfig.with_limits`).
+PROMPT = "data.max_prompt_tokens"
+RESPONSE = "data.max_response_tokens"
+TEXT = "data.max_text_tokens"
+NEW = "ppo.max_new_tokens"
+
+
+class Limits(NamedTuple):
+    """Tokens of the longest sequences, by the fields that limit them."""
+
+    prompt: int
+    response: int
+    text: int
+    new: int
+
+
+class GivenLimits(NamedTuple):
+    """The same fields as a configuration has them. None: from the data."""
+
+    prompt: int | None
+    response: int | None
+    text: int | None
+    new: int | None
+
+
+DEMO_LIMITS = Limits(prompt=64, response=64, text=512, new=64)
+"""Limits of the demo: a model from scratch that is trained on the generated task."""
+
+
+_ENDLESS_RATE = 0.05
+
+
+def never_ends(eos_rate: float, model: str) -> str | None:
+    """Return a sentence if the responses of a model do not end but are cut at the length limit, or None.
+
+    Args:
+        eos_rate: Share of its responses that end with EOS.
+        model: Its name in the sentence.
+    """
+    if eos_rate >= _ENDLESS_RATE:
+        return None
+    return (
+        f"{eos_rate:.1%} of the responses of {model} end with EOS; the others are cut at {NEW}, so scores,"
+        f" lengths and win rates are those of cut texts. Raise {NEW}, or train SFT longer on rows that end"
+        f" within {TEXT} and {RESPONSE}"
+    )
+
+
+def fitted_limits(given: GivenLimits, needed: Limits, context: int) -> Limits:
+    """Return the limits that are given, and for the others what is needed as far as the context has room.
+
+    A prompt and its response share the context. If both need more than half of it, each gets half; otherwise
+    the one that needs less gets all that it needs, and the other one the rest.
+
+    Args:
+        given: Limits of the configuration.
+        needed: What the data need. `new` is not used: it follows the limit of responses.
+        context: Context length of the model in tokens.
+    """
+    prompt, response = given.prompt, given.response
+    if prompt is None:
+        kept_free = response
+        if kept_free is None:
+            kept_free = min(needed.response, context - context // 2)
+        kept_free = max(kept_free, given.new or 0)
+        prompt = max(1, min(needed.prompt, context - kept_free))
+    if response is None:
+        response = max(1, min(needed.response, context - prompt))
+    text = given.text
+    if text is None:
+        text = max(1, min(needed.text, context))
+    new = response if given.new is None else given.new
+    return Limits(prompt, response, text, new)
+
 
 _EXAMPLES = Range(1, 2_000_000, "examples are held in memory, about 2 KiB each")
 
@@ -129,3 +210,39 @@ class DataConfig(Section):
             sources: tuple[Source, ...] = getattr(self, name)
             for index, source in enumerate(sources):
                 yield name, index, source
+
+
+Measure = Literal["lengths", "sources", "scripts", "vocabulary", "duplicates", "agreement"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+Limit = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+DEFAULT_WARNING = 0.1
+
+
+class DriftConfig(Section):
+    """The data compared with those of the champion. [Data](data.md#drift) describes the measures."""
+
+    warn: dict[Measure, Limit | None] = execution({})
+    """A measure above its limit is a warning; null: no limit. A measure that is left out has the limit 0.1
+    """
+    stop: dict[Measure, Limit | None] = execution({})
+    """A measure above its limit ends the run before the SFT model is trained; null, or left out: no limit"""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        for name in MEASURES:
+            warn, stop = self.limits(name)
+            if warn is not None and stop is not None and warn > stop:
+                raise ValueError(
+                    f"drift.warn.{name} must be at most drift.stop.{name} ({stop:g}); got {warn:g}; lower it,"
+                    " or set it to null"
+                )
+        return self
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether any measure has a limit that ends the run."""
+        return any(limit is not None for limit in self.stop.values())
+
+    def limits(self, measure: Measure) -> tuple[float | None, float | None]:
+        """Return the limits `warn` and `stop` of a measure."""
+        return self.warn.get(measure, DEFAULT_WARNING), self.stop.get(measure)

@@ -28,11 +28,13 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.constants import Aggregation, GroupKind
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
-from rlhf_core.config.guards import GuardAction, GuardLimits, GuardName
 from rlhf_core.config.ppo_sections import (
     AnyLoss,
     ConfiguredAggregation,
     DynamicFilteringConfig,
+    GuardAction,
+    GuardLimits,
+    GuardName,
     KLConfig,
     OverlongConfig,
     PTXConfig,

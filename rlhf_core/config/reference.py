@@ -43,6 +43,10 @@ change.
 
 This page is generated from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
 """
+_RANGES = """## Ranges
+
+The column "type" has the range of a number. A number outside is refused, with the reason of the range.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def markdown() -> str:
     parts.append("## Items of `evaluate.regression`\n\nFurther fields are those of data sources:\n")
     regression = _field(_field(_field(root(), "evaluate"), "regression"), 0)
     parts.append(_table(regression, ("name", "reward", "margin")))
+    parts.append(_RANGES)
     return "\n".join(parts)
 
 

@@ -1,4 +1,6 @@
-"""The reward sources of `ppo.rewards`, selected by `type`."""
+"""The reward sources of `ppo.rewards`, selected by `type`, and what services with a language model have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,7 @@ from rlhf_core.config.base import (
     execution,
     result,
 )
-from rlhf_core.config.language_model import ChatServiceConfig
-from rlhf_core.config.redact import shown
+from rlhf_core.config.redact import is_secret_variable, shown
 
 _FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
 """A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""
@@ -248,6 +249,53 @@ class RemoteReward(ExternalReward):
         for index, url in enumerate(self.urls):
             check_url(url, self.allowed_hosts, f"urls.{index}", token="RLHF_REWARD_TOKEN")
         return self
+
+
+class ChatServiceConfig(Section):
+    """A language model at an OpenAI-compatible address."""
+
+    url: str | None = result(None)
+    """Address of an OpenAI-compatible server, `http(s)://host[:port]/v1`; requests go to
+    `{url}/chat/completions`; null: `path`
+    """
+    model: str | None = result(
+        None, pattern=r"^[^\x00-\x1f\x7f]{1,200}$", form="1 to 200 characters on one line"
+    )
+    """Name of the model at `url`"""
+    allowed_hosts: AllowedHosts = execution(())
+    """Hosts that may receive requests. If a name resolves to a private or loopback address, that address, or
+    a network such as 10.0.0.0/8, must be listed as well
+    """
+    api_key_env: str | None = execution(
+        None, pattern=r"^[A-Z][A-Z0-9_]{0,63}$", form="1 to 64 of A-Z, 0-9 and `_`, the first a letter"
+    )
+    """Name of the environment variable that has the key of the server; null: no key"""
+    rubric: UserPath | None = content(None, min_length=1)
+    """Text file with the criteria of a good answer; null: a short general one"""
+    max_tokens: PositiveInt = result(16, within=Range(1, 65536, "tokens of one answer"))
+    """Tokens of a reply of the server. More are needed if the rubric asks for reasons before the verdict on
+    the last line
+    """
+    concurrency: PositiveInt = execution(8, within=Range(1, 1024, "connections to one service"))
+    """Concurrent requests"""
+    timeout: PositiveFloat = execution(
+        60.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
+    )
+    """Seconds for one request, from the address look-up to the last byte"""
+    retries: NonNegativeInt = execution(5, within=TRIES)
+    """Retries of a request that failed"""
+    backoff: PositiveFloat = execution(1.0, within=PAUSE)
+    """Seconds before the first retry; doubles for each further one, and is multiplied by 0.5 to 1.5"""
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _check_key(cls, name: str | None) -> str | None:
+        if name is not None and not is_secret_variable(name):
+            raise ValueError(
+                f"api_key_env must have a name whose value logs hide; got {name}; use a name such as"
+                " JUDGE_API_KEY"
+            )
+        return name
 
 
 class LanguageModelReward(ChatServiceConfig, ExternalReward):

@@ -15,8 +15,7 @@ from typing import Any
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import LEAST_PROMPTS
-from rlhf_core.config.data import SETS, SetName
-from rlhf_core.config.limits import NEW, Limits, fitted_limits
+from rlhf_core.config.data import NEW, SETS, Limits, SetName, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import Splits, build_card, card_markdown, card_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write

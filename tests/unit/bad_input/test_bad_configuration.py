@@ -206,7 +206,7 @@ BROKEN_CHECKS = {
         "data: {sft: [{path: ./a.jsonl}], preference: [{path: synthetic}], prompts: [{path: synthetic}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),
-    "rlhf_core.config.base_models.is_hub_model": (
+    "rlhf_core.config.address.is_hub_model": (
         f"model: {{path: ./x}}\n{demo_data.YAML}",
         "model.path: cannot be checked (RecursionError: ",
     ),

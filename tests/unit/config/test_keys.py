@@ -24,7 +24,7 @@ from rlhf_core.config.base import Section, result
 from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, is_section, locate, variants
-from rlhf_core.config.resources import ResourcesConfig
+from rlhf_core.config.pipeline import ResourcesConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data, with_demo_data
