@@ -40,7 +40,6 @@ from rlhf_core.config.ppo_sections import (
     PTXConfig,
     PythonAdvantages,
     SequenceLoss,
-    check_staleness,
     default_evaluation_interval,
 )
 from rlhf_core.config.rewards import AnswerReward, AnyReward, ModelReward
@@ -462,8 +461,23 @@ class PPOConfig(PackedSection):
         return self
 
     @model_validator(mode="after")
+    def _check_staleness(self) -> Self:
+        if self.staleness and self.colocate == "all":
+            raise ValueError(
+                f"ppo.staleness={self.staleness} lets the engines sample during the training, but with"
+                " ppo.colocate=all they are on the devices of the training ranks; use ppo.staleness=0, or"
+                " ppo.colocate=pairs"
+            )
+        if self.staleness > 1 and self.dynamic_filtering is not None:
+            raise ValueError(
+                f"ppo.staleness={self.staleness} lets the engines sample one batch after another, but"
+                " ppo.dynamic_filtering scores each batch before it samples other prompts for it; use"
+                " ppo.staleness=1, or leave out ppo.dynamic_filtering"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_dynamic_filtering(self) -> Self:
-        check_staleness(self.staleness, self.colocate, filters=self.dynamic_filtering is not None)
         if self.dynamic_filtering and not self.by_group:
             raise ValueError(
                 "ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got"

@@ -1,5 +1,5 @@
 """Sections and maps of `ppo`: KL, overlong penalty, dynamic filtering, losses, pretraining loss, guards
-(docs/guards.md). The rule of `staleness`, and the default steps between evaluations and between checkpoints.
+(docs/guards.md). The default steps between evaluations and between checkpoints.
 """
 
 from __future__ import annotations
@@ -144,24 +144,6 @@ class PTXConfig(Section):
     """Weight of the token loss on the demonstrations of stage `data`"""
     batch_size: PositiveInt = result(16, within=BATCH)
     """Demonstrations per optimizer step, over all ranks"""
-
-
-def check_staleness(staleness: int, colocate: str, *, filters: bool) -> None:
-    """Raise ValueError if `ppo.staleness` cannot be combined with `ppo.colocate`, or with
-    `ppo.dynamic_filtering` if `filters`.
-    """
-    if staleness and colocate == "all":
-        raise ValueError(
-            f"ppo.staleness={staleness} lets the engines sample during the training, but with"
-            " ppo.colocate=all they are on the devices of the training ranks; use ppo.staleness=0, or"
-            " ppo.colocate=pairs"
-        )
-    if staleness > 1 and filters:
-        raise ValueError(
-            f"ppo.staleness={staleness} lets the engines sample one batch after another, but"
-            " ppo.dynamic_filtering scores each batch before it samples other prompts for it; use"
-            " ppo.staleness=1, or leave out ppo.dynamic_filtering"
-        )
 
 
 def default_evaluation_interval(steps: int, sync_every: int) -> int:
