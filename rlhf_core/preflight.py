@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from rlhf_core.cluster.check import check_cluster
-from rlhf_core.config.base_models import JUDGE_PATH
+from rlhf_core.config.address import JUDGE_PATH
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, shown, texts

@@ -13,9 +13,8 @@ from contextlib import suppress
 from itertools import islice
 
 from rlhf_core.config.address import Address, parse_address, s3_problem
-from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.data import Limits, SetName, Source, fitted_limits
 from rlhf_core.config.evaluate import prompts_for_margin
-from rlhf_core.config.limits import Limits, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.dataset import require_answers

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import is_hub_model, is_reference
-from rlhf_core.config.base_models import JUDGE_PATH, BaseModelAddress, base_of
+from rlhf_core.config.address import JUDGE_PATH, BaseModelAddress, base_of, is_hub_model, is_reference
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ConfigError, Finding, ModelError
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import is_hub_model
-from rlhf_core.config.consistency import too_few_held_out
-from rlhf_core.config.data import SETS, SetName
-from rlhf_core.config.limits import NEW, Limits, fitted_limits
+from rlhf_core.config.consistency import LEAST_PROMPTS
+from rlhf_core.config.data import NEW, SETS, Limits, SetName, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import Splits, build_card, card_markdown, card_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
@@ -343,15 +342,46 @@ def _size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
             f"{config.ppo.prompts_per_step}: each step has some of them several times"
         )
     held_out_prompts = len(splits["prompts"]["eval"])
-    # The warnings before the run know the number of generated prompts, and `data.max_eval`.
-    if not config.generates_prompts and held_out_prompts < config.data.max_eval:
-        yield from too_few_held_out(config, held_out_prompts, f"data.prompts: {held_out_prompts}")
+    if not config.generates_prompts:
+        yield from _too_few_held_out(config, held_out_prompts)
     held_out_pairs = len(splits["preference"]["eval"])
     if config.reward.enabled and held_out_pairs < _FEW_PAIRS:
         yield (
             f"data.preference: {held_out_pairs} pairs are held out (data.eval_fraction): the accuracy of the"
             " reward model, which reward.min_accuracy limits, will be uncertain; give more pairs, or raise"
             " the fraction"
+        )
+
+
+def _too_few_held_out(config: PipelineConfig, count: int) -> Iterator[str]:
+    """Warn if too few prompts are held out for a champion, or to choose the policy with others than those
+    that judge it.
+    """
+    ppo, prompts, least = config.ppo, config.evaluate.prompts, config.register_.min_prompts
+    most = min(config.data.max_eval, count)
+    # `evaluate.prompts` and `data.max_eval` below the least are warnings before the run.
+    if count < least <= min(prompts, config.data.max_eval):
+        yield (
+            f"data.prompts: {count} prompts are held out (data.eval_fraction), fewer than"
+            f" register.min_prompts ({least}): no candidate can become champion; raise it, or lower"
+            " register.min_prompts"
+        )
+    if not config.evaluations_choose:
+        return
+    shared = min(prompts, most) + min(ppo.evaluate_prompts, most) - most
+    others = most - ppo.evaluate_prompts
+    if others < min(LEAST_PROMPTS, prompts):
+        yield (
+            f"ppo.evaluate_prompts: {most} prompts are held out (data.max_eval, data.eval_fraction), so"
+            f" {shared} or more of those that choose the policy also judge it, and results of evaluation"
+            f" and match are slightly too high; {prompts + ppo.evaluate_prompts} held-out prompts are enough"
+        )
+    elif others < least <= min(prompts, most):
+        yield (
+            f"ppo.evaluate_prompts: {ppo.evaluate_prompts} of {most} held-out prompts choose the policy, so"
+            f" {others} judge it, fewer than register.min_prompts ({least}): no candidate can become"
+            f" champion; hold out {least + ppo.evaluate_prompts} (data.max_eval, data.eval_fraction), or"
+            " lower register.min_prompts"
         )
 
 

@@ -22,8 +22,15 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, TypeVar, cast
 
-from rlhf_core.config.address import AddressKind, is_hub_model, is_reference, parse_address, s3_problem
-from rlhf_core.config.base_models import BASE_STAGES, base_of
+from rlhf_core.config.address import (
+    BASE_STAGES,
+    AddressKind,
+    base_of,
+    is_hub_model,
+    is_reference,
+    parse_address,
+    s3_problem,
+)
 from rlhf_core.config.data import SETS, Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import BadRow, Row, files_of_split, is_data_file, list_files, read_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.data import never_ends
 
 MODELS = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
 """Titles of all models that there can be. An evaluation has those with responses."""

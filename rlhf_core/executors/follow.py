@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.pipeline import Executor
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.config.resources import Executor
 from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
 from rlhf_core.executors.base import Job, JobStatus, Scheduler
 from rlhf_core.executors.child import TERM_SECONDS, OnEvent, log_excerpt

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.resources import Executor
+from rlhf_core.config.pipeline import Executor
 from rlhf_core.errors import ConfigError
 from rlhf_core.executors.events import parse
 from rlhf_core.executors.spec import StageSpec

@@ -19,9 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.address import is_hub_model
-from rlhf_core.config.base_models import BaseModelAddress, base_of
-from rlhf_core.config.limits import Limits
+from rlhf_core.config.address import BaseModelAddress, base_of, is_hub_model
+from rlhf_core.config.data import Limits
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.redact import shown
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base_models import base_of
+from rlhf_core.config.address import base_of
 from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import TRAINED, Group
 from rlhf_core.config.placement import plan as plan_placement

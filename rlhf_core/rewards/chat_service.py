@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from tenacity import retry_if_exception_type
 
-from rlhf_core.config.language_model import ChatServiceConfig
+from rlhf_core.config.rewards import ChatServiceConfig
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.post import NoAnswer, Poster, request_group, retrying, status_fix, status_kind
 from rlhf_core.rewards.replies import ModelReply

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from rlhf_core.config.allowed_hosts import forbidden, host_of
 from rlhf_core.config.keys import sources_read
-from rlhf_core.config.language_model import ChatServiceConfig
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import (
     AnyReward,
+    ChatServiceConfig,
     GoldReward,
     LanguageModelReward,
     PythonReward,

@@ -24,7 +24,6 @@ from typing import Self
 from rlhf_core.config.rewards import (
     AnyReward,
     ExternalReward,
-    FormatReward,
     LanguageModelReward,
     ModelReward,
     PythonReward,
@@ -35,7 +34,7 @@ from rlhf_core.rewards.failures import resolve_failures
 from rlhf_core.rewards.language_model import LanguageModelGrades
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
-from rlhf_core.rewards.rules import check_pattern, evaluate_rule
+from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput, Rollout
 
 log = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ class RewardBatch:
 class RewardComposer:
     """Scores batches with the sources of `ppo.rewards`. Holds processes and connections: `close` it.
 
-    Raises `ConfigError` at construction for a function, pattern or host that cannot be used.
+    Raises `ConfigError` at construction for a function or host that cannot be used.
     """
 
     def __init__(
@@ -157,9 +156,7 @@ class RewardComposer:
             for source in sources:
                 name = source_name(source)
                 digest = None if digests is None else digests.get(name)
-                if isinstance(source, FormatReward):
-                    check_pattern(source)
-                elif isinstance(source, PythonReward):
+                if isinstance(source, PythonReward):
                     self._external[name] = PythonFunction(source, digest)
                 elif isinstance(source, RemoteReward):
                     self._external[name] = RemoteService(source)

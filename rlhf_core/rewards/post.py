@@ -25,8 +25,7 @@ from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
 from tenacity.retry import retry_base
 
 from rlhf_core.config.allowed_hosts import forbidden, host_of, is_public
-from rlhf_core.config.language_model import ChatServiceConfig
-from rlhf_core.config.rewards import RemoteReward
+from rlhf_core.config.rewards import ChatServiceConfig, RemoteReward
 from rlhf_core.errors import RewardError
 from rlhf_core.rewards.failures import last_result, log_failure
 from rlhf_core.system.waiting import backoff

@@ -14,7 +14,6 @@ from typing import Any
 
 import regex
 
-from rlhf_core.config.patterns import compiled, pattern_problem
 from rlhf_core.config.rewards import (
     AnswerReward,
     AnyReward,
@@ -26,11 +25,11 @@ from rlhf_core.config.rewards import (
     RepetitionReward,
     TokenShareReward,
     WellFormedReward,
+    compiled,
 )
 from rlhf_core.data.answers import gold_answers
 from rlhf_core.data.formats import field_value
 from rlhf_core.data.words import WITHOUT_BLANKS, words
-from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.answers import is_right
 from rlhf_core.types import RewardInput
 
@@ -51,8 +50,7 @@ _IS_CHARACTER = regex.compile(rf"[{WITHOUT_BLANKS}]")
 def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
     """Return the raw value of a rule source for one response.
 
-    Raises `ConfigError` for a pattern that does not compile, and the gold reward's error for a prompt of
-    another task.
+    Raises the gold reward's error for a prompt of another task.
     """
     match source:
         case GoldReward():
@@ -158,15 +156,6 @@ def token_share(source: TokenShareReward, sample: RewardInput) -> float:
     """Return the share, in [0, 1], of response token ids under `below`; 0 for an empty response."""
     ids = sample.response_ids
     return sum(token < source.below for token in ids) / len(ids) if ids else 0.0
-
-
-def check_pattern(source: FormatReward) -> None:
-    """Raise `ConfigError` if the pattern does not compile."""
-    if problem := pattern_problem(source.pattern):
-        raise ConfigError(
-            f"ppo.rewards.{source.used_name}.pattern must be a Python regular expression; got "
-            f"{source.pattern!r}, which {problem}"
-        )
 
 
 def _content_words(text: str, min_letters: int) -> set[str]:

@@ -20,7 +20,7 @@ from rlhf_core.cluster.base_model import BaseModel, with_own_copies
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
-from rlhf_core.config.base_models import base_of
+from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import flat, pipeline_name, rounding_settings, stages_made
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import limits_of

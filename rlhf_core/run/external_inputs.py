@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import is_reference, parse_address
-from rlhf_core.config.base_models import JUDGE_PATH, base_of
+from rlhf_core.config.address import JUDGE_PATH, base_of, is_reference, parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, UserFunction
 from rlhf_core.data.sources import file_states, model_digest, short_name, source_digests, source_marks

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import why_merged
-from rlhf_core.config.language_model import LanguageModelConfig
+from rlhf_core.config.evaluate import LanguageModelConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
 from rlhf_core.errors import GateFailed

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base_models import BaseModelAddress, base_of
+from rlhf_core.config.address import BaseModelAddress, base_of
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
 from rlhf_core.data.hub import fetch_model

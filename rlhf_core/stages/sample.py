@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.data import never_ends
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.formats import Message, RowError, normalise
 from rlhf_core.data.prompt_sets import load_encoder

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import is_hub_model
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.data import never_ends
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data.dataset import load_prompts, load_sft
 from rlhf_core.data.sources import ModelState, require_same_state

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.data import never_ends
 from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch

@@ -22,9 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from rlhf_core.config.consistency import prompts_for_level
 from rlhf_core.errors import RLHFError
-from rlhf_core.evaluation.evidence import prompts_for_evidence
+from rlhf_core.evaluation.evidence import prompts_for_evidence, prompts_for_level
 from rlhf_core.evaluation.measures import NOT_IDENTIFIED
 from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences, units
 

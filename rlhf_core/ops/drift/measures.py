@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.drift import Measure
+from rlhf_core.config.data import Measure
 from rlhf_core.data.dataset import evenly, read_evenly
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.data.words import WITHOUT_BLANKS

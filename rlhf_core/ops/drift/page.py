@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_core.config.drift import DriftConfig
+from rlhf_core.config.data import DriftConfig
 from rlhf_core.data.card import markdown_cell
 from rlhf_core.ops.drift.measures import MIN_NEW_ROWS, Drift
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree, load_config
-from rlhf_core.config.sample import SampleConfig
+from rlhf_core.config.register import SampleConfig
 from rlhf_core.errors import GateFailed, InputError, RLHFError, VotesNeeded, checking
 from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.ops.api import run_pipeline

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_core.config.resources import StageResources
+from rlhf_core.config.pipeline import StageResources
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import Job
 from rlhf_core.executors.kuberay import KubeRayJobs, load_template, rayjob

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.resources import StageResources
+from rlhf_core.config.pipeline import StageResources
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import Job
 from rlhf_core.executors.follow import open_scheduler

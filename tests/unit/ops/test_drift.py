@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.drift import DriftConfig, Measure
+from rlhf_core.config.data import DriftConfig, Measure
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
 from rlhf_core.ops.drift.measures import (

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.drift import DriftConfig
+from rlhf_core.config.data import DriftConfig
 from rlhf_core.data.dataset import load_pairs, write
 from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
 from rlhf_core.evaluation.statistics import difference_of_shares
