@@ -39,12 +39,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import psutil
-
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.bundles import in_parallel
 from rlhf_core.storage.store import Store
-from rlhf_core.system.processes import ProcessId, RecordedProcess, here, this_machine
+from rlhf_core.system.processes import ProcessId, RecordedProcess, here
 from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import checkpoint_prefix
 
@@ -146,7 +144,7 @@ def acquire(
             if holder.is_here and holder.seconds > times.wait:
                 raise StageHeld(
                     f"stage {name} of this configuration is being made by {holder.describe()}; wait until it"
-                    f" is done, or end its run{_how_to_end(holder.process)} and type the command again"
+                    f" is done, or end its run and type the command again"
                 )
             if not waited:
                 limit = f" for up to {times.wait:g} s" if holder.is_here else ""
@@ -201,7 +199,6 @@ class _Holder:
     host: str
     is_here: bool
     """Whether it runs on this machine, so that its process can be looked up."""
-    has_lease: bool
     since: str
     seconds: float = 0.0
     """Since the first observation, or on another machine since the last change of its lease."""
@@ -216,8 +213,7 @@ class _Holder:
             self._pass_time(clock.monotonic(), math.inf)
             # This process would wait for itself until the time is over.
             return self.process.pid != os.getpid() and self.process.alive()
-        # Versions without leases: whether the holder is alive cannot be seen, so it is not waited for.
-        lease = store.read_bytes(_lease_key(stage_key, self.attempt)) if self.has_lease else _ENDED
+        lease = store.read_bytes(_lease_key(stage_key, self.attempt))
         if lease == _ENDED:
             return False
         # A longer time since the last observation counts as two intervals: this process was suspended, or the
@@ -260,31 +256,28 @@ def observe(
 ) -> dict[str, Claim]:
     """Return the last claim of each key, without claiming any.
 
-    If an attempt on another machine has not ended, its lease is observed for up to `times.takeover` seconds,
-    of all keys at the same time. Claims of `rlhf prune` count as attempts without inputs, but `begun` is
+    If an attempt on another machine has not ended, its lease is observed for `times.takeover` seconds, of all
+    keys at the same time. Claims of `rlhf prune` count as attempts without inputs, but `begun` is
     about the last stage, if there was one.
     """
     keys = sorted(stage_keys)
     latest = dict(zip(keys, in_parallel(lambda key: _latest(store, key), keys), strict=True))
-    read = in_parallel(lambda key: _read_holder(store, key, latest[key]), keys)
-    holders = dict(zip(keys, read, strict=True))
+    holders = in_parallel(lambda key: _read_holder(store, key, latest[key]), keys)
     held: set[str] = set()
-    undecided: dict[str, _Holder] = {}
-    for key, holder in holders.items():
-        if holder is not None and holder.is_alive(store, key, times, clock):
-            if holder.is_here:
-                held.add(key)
-            else:
-                undecided[key] = holder
-    while undecided:
-        clock.sleep(times.remote_poll)
-        for key, holder in list(undecided.items()):
-            before = holder.lease
-            if not holder.is_alive(store, key, times, clock):
-                del undecided[key]
-            elif holder.lease != before:
-                held.add(key)
-                del undecided[key]
+    elsewhere: dict[str, _Holder] = {}
+    for key, holder in zip(keys, holders, strict=True):
+        if holder is None or not holder.is_alive(store, key, times, clock):
+            continue
+        if holder.is_here:
+            held.add(key)
+        else:
+            elsewhere[key] = holder
+    if elsewhere:
+        clock.sleep(times.takeover)
+    for key, holder in elsewhere.items():
+        before = holder.lease
+        if holder.is_alive(store, key, times, clock) and holder.lease != before:
+            held.add(key)
     claims = in_parallel(lambda key: _claim(store, key, latest[key], key in held), keys)
     return dict(zip(keys, claims, strict=True))
 
@@ -323,7 +316,7 @@ def _create(
         "pid": own.pid,
         "started": own.started,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "lease": True,
+        "lease": True,  # without it, earlier releases would not wait for this attempt
         # Two claims must never be equal: a store without conditional puts compares them to see which one won.
         "token": uuid.uuid4().hex,
     }
@@ -353,13 +346,12 @@ def _read_holder(store: Store, stage_key: str, attempt: int) -> _Holder | None:
     """Return who claimed the number `attempt`; None if its record cannot be read."""
     try:
         content = _read_record(store, stage_key, attempt)
-        host, machine = str(content.get("host", "")), content.get("machine", this_machine())
+        host = str(content.get("host", ""))
         return _Holder(
             attempt,
             ProcessId(int(content["pid"]), float(content["started"])),
             host,
-            is_here=(host, machine) == here(),
-            has_lease=content.get("lease") is True,
+            is_here=(host, content.get("machine")) == here(),
             since=f"{datetime.fromisoformat(content['time']).astimezone():%d %b %H:%M}",
         )
     except _UNREADABLE:
@@ -373,21 +365,3 @@ def _read_record(store: Store, stage_key: str, attempt: int) -> dict[str, Any]:
         if isinstance(content, dict):
             return content
     return {}
-
-
-def _how_to_end(holder: ProcessId) -> str:
-    """Return the command that ends the holder, or nothing if it would end the whole machine or container."""
-    run = _run_of(holder)
-    return f" (kill {run})" if run > 1 else ""
-
-
-def _run_of(holder: ProcessId) -> int:
-    """Return the process that started the stage and would restart it: stage, its reaper, then the flow."""
-    with contextlib.suppress(psutil.Error):
-        reaper = psutil.Process(holder.pid).parent()
-        if reaper is None or "rlhf_core.run" not in reaper.cmdline():
-            return holder.pid
-        flow = reaper.parent()
-        if flow is not None:
-            return int(flow.pid)
-    return holder.pid
