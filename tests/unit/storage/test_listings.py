@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,16 +205,3 @@ def test_the_time_of_a_checkpoint_is_known_if_a_listing_lacks_its_manifest(
     store.hidden = "step-00000001/manifest"
     [unlisted] = read_inventory(store).checkpoints
     assert unlisted.saved == listed.saved and listed.saved
-
-
-@pytest.mark.parametrize("size", [0, 64 * 2**20 + 1])
-def test_a_manifest_above_the_limit_is_damage_and_blocks_nothing(
-    store: Store, tmp_path: Path, size: int
-) -> None:
-    ref = publish(store, tmp_path)
-    os.truncate(store.uri(MANIFEST), size)
-    artifacts = ArtifactStore(store, tmp_path / "cache")
-    assert artifacts.find("ppo", KEY) is None
-    again = artifacts.publish("ppo", KEY, output(tmp_path / "out"), Provenance())
-    assert again.digest == ref.digest and artifacts.find("ppo", KEY) == again
-    shutil.rmtree(tmp_path / "store")
