@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
@@ -180,40 +180,35 @@ def is_weights(path: str) -> bool:
 
 def commit(
     store: Store,
-    prefix: str,
+    bundle: Manifest,
     source: Path,
-    files: Sequence[FileEntry],
     *,
-    folder: str,
-    body: Mapping[str, Any],
     may_commit: Callable[[], None],
     files_elsewhere: Sequence[FileEntry] = (),
     wait_for_uploads: Callable[[], None] = lambda: None,
 ) -> Manifest | None:
-    """Store local files as the bundle `prefix`; return None if another writer's bundle is there.
+    """Store local files as a bundle; return its manifest, or None if another writer's bundle is there.
 
     Raises StoreError if the store fails or its disk is too small; then nothing is visible.
 
     Args:
         store: The store to write to.
-        prefix: Key of the bundle.
+        bundle: Its local files, and all other entries. No other bundle with this prefix may use its folder.
         source: Local folder with the files. They may share disk blocks with the store, so they must never be
             written to again.
-        files: The files of `source` to store.
-        folder: Name of the folder for the files below `prefix`; no other bundle there may use it.
-        body: Other entries of the manifest.
         may_commit: Called directly before the manifest is written; raises if the bundle must not appear.
         files_elsewhere: Further files of the bundle, which other hosts upload.
         wait_for_uploads: Returns when these hosts have uploaded them.
     """
     # Hosts with a common folder report the same files.
-    manifest = Manifest(prefix, folder, merged(files_elsewhere, files), body)
+    manifest = replace(bundle, files=merged(files_elsewhere, bundle.files))
+    prefix = bundle.prefix
     existing = _existing(store, prefix)
     # With the same folder, it was committed before. For example, a kill came before the outbox was emptied.
     if existing is not None:
-        return existing if existing.folder == folder else None
+        return existing if existing.folder == bundle.folder else None
     try:
-        upload(store, source, files, manifest.data)
+        upload(store, source, bundle.files, bundle.data)
         wait_for_uploads()
         # Look for files that the store has lost before the manifest is created: afterwards it is final.
         missing = find_damage(store, manifest)
@@ -238,7 +233,7 @@ def commit(
         failpoint("bundle.committed")
         return manifest
     existing = _existing(store, prefix)
-    if existing is not None and existing.folder == folder:
+    if existing is not None and existing.folder == bundle.folder:
         return existing
     store.delete_prefix(manifest.data)
     return None

@@ -317,14 +317,12 @@ class CheckpointStore:
         }
         if parts:
             body[_PARTS] = [digest_of(part) for part in parts]
+        bundle = Manifest(prefix, name, files, body)
         if self._outbox is None:
             manifest = bundles.commit(
                 self._store,
-                prefix,
+                bundle,
                 folder,
-                files,
-                folder=name,
-                body=body,
                 may_commit=self._may_commit,
                 files_elsewhere=[entry for part in parts for entry in part],
                 wait_for_uploads=self._upload_parts(prefix, name, parts),
@@ -332,7 +330,7 @@ class CheckpointStore:
             self._committed(step, manifest)
         else:
             # Before `result`, so that an error of the previous upload does not lose this checkpoint.
-            self._outbox.add(prefix, folder, files, folder=name, body=body)
+            self._outbox.add(bundle, folder)
             if self._background_upload is not None:
                 self._background_upload[1].result()
             self._background_upload = step, in_background(lambda: self._upload(step))
@@ -392,10 +390,6 @@ class CheckpointStore:
         assert self._outbox is not None
         prefix = self._prefix(step)
         pending = self._outbox.manifest(prefix)
-        if pending is not None and pending.body.get("step") != step:
-            log.error("%s in the outbox is not the checkpoint of step %d. It is deleted.", prefix, step)
-            self._outbox.discard(prefix)
-            return
         expected = [] if pending is None else pending.body.get(_PARTS, [])
         name = "" if pending is None else pending.folder
         parts: list[Sequence[FileEntry]] = []

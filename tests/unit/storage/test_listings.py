@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rlhf_core.errors import CorruptArtifact, StoreError, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, parse_artifact_address
-from rlhf_core.storage.bundles import FileEntry, hash_folder
+from rlhf_core.storage.bundles import FileEntry, Manifest, hash_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import acquire, observe
 from rlhf_core.storage.inventory import ArtifactName, add_unlisted, read_inventory
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
-from rlhf_core.system.overriding import override
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
@@ -177,7 +177,7 @@ def test_a_pending_upload_is_kept_if_a_listing_lacks_its_stored_files(
     store.put_bytes(f"{prefix}/000001/shard.safetensors", b"12")
     outbox = Outbox(store, tmp_path / "outbox")
     stored = [FileEntry("shard.safetensors", 2, "0" * 64)]
-    outbox.add(prefix, folder, files, folder="000001", body={}, stored=stored)
+    outbox.add(Manifest(prefix, "000001", files, {}), folder, stored)
     store.hidden = "shard"
     assert not outbox.has_lost(prefix)
     store.delete([f"{prefix}/000001/shard.safetensors"])
