@@ -242,10 +242,10 @@ class Claim:
     """Its number; 0 if there was none."""
     held: bool
     """Whether it still holds the key."""
-    begun: float | None
-    """When the last stage began, in seconds since 1970 by the clock of its host. None if it is not known."""
-    inputs: frozenset[str] | None
-    """The artifacts that it reads, as `stage/key`. None if that is not known: an earlier release made it."""
+    begun: float
+    """When the last stage began, in seconds since 1970 by the clock of its host. Infinite if not known."""
+    inputs: frozenset[str]
+    """The artifacts that it reads, as `stage/key`."""
 
 
 def observe(
@@ -289,7 +289,7 @@ def _claim(store: Store, stage_key: str, latest: int, held: bool) -> Claim:
     while record.get("stage") == PRUNE and attempt > 1:
         attempt -= 1
         record = _read_record(store, stage_key, attempt)
-    begun, inputs = None, None
+    begun, inputs = math.inf, frozenset[str]()
     with contextlib.suppress(*_UNREADABLE):
         begun = datetime.fromisoformat(record["time"]).timestamp()
     with contextlib.suppress(*_UNREADABLE):
