@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import s3fs
+from typing_extensions import override
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreUnavailable, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 from rlhf_core.types import ArtifactRef
 from tests.support import corruption
 from tests.support.checkpoints import keep
