@@ -26,7 +26,6 @@ because manifests are created only if absent, and it belongs to the same stage k
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -79,9 +78,6 @@ class LeaseTimes:
     def takeover(self) -> float:
         """Time without a renewal after which an attempt on another machine counts as dead."""
         return self.missed_renewals * self.renewal
-
-
-LEASE_TIMES = LeaseTimes()
 
 
 @dataclass(frozen=True)
@@ -334,8 +330,11 @@ def _key(stage_key: str, attempt: int) -> str:
 def _latest(store: Store, stage_key: str) -> int:
     names = (key.rsplit("/", 1)[-1].removesuffix(".json") for key in store.list(_folder(stage_key)))
     # Not `isdigit`, which also accepts characters that `int` does not, such as a superscript 2.
-    listed = max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
-    return store.last_number(listed, functools.partial(_key, stage_key))
+    number = max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
+    # A listing may lack the last ones.
+    while store.exists(_key(stage_key, number + 1)):
+        number += 1
+    return number
 
 
 def _lease_key(stage_key: str, attempt: int) -> str:
