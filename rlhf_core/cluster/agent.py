@@ -245,7 +245,7 @@ class NodeAgent:
         if self._outbox is None:
             self._taken = {prefix: (folder, files)}
         else:
-            self._outbox.add(prefix, folder, files, folder=name, body={})
+            self._outbox.add(Manifest(prefix, name, files, {}), folder)
             shutil.rmtree(folder)
         return files
 

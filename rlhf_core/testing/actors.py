@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+from typing_extensions import override
+
 from rlhf_core.cluster.rpc import RayObjects, RemoteActor
-from rlhf_core.system.overriding import override
 
 
 class LocalObjects(RayObjects):

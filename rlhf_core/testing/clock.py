@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlhf_core.system.overriding import override
+from typing_extensions import override
+
 from rlhf_core.system.waiting import Clock
 
 

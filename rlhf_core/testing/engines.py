@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 from unittest import mock
 
+from typing_extensions import override
+
 from rlhf_core.engines.vllm import Engine, SamplingOptions
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
 from rlhf_core.weight_sync.files import folder_checksums
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import EngineConfig
@@ -31,7 +33,6 @@ from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.reward_actor import RewardActor
 from rlhf_core.ppo.training.batch import RolloutColumns
 from rlhf_core.system.heartbeat import Monitor, Participant, State
-from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.engines import ScriptedEngine
 from rlhf_core.weight_sync.sender import SyncReport

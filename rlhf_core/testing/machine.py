@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from typing_extensions import override
+
 from rlhf_core.system.machine import MACHINE, Disk, Machine
-from rlhf_core.system.overriding import override
 
 _BUILDS = {"cpu": {}, "cuda": {"cuda": "13.0"}, "rocm": {"hip": "7.1.52802"}}
 """Values in `torch/version.py` of each build."""

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.other_host import Host
@@ -54,7 +55,6 @@ from rlhf_core.ppo.training.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardBatch, source_name
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor, Participant, register
-from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample

@@ -31,6 +31,7 @@ from unittest import mock
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
@@ -44,7 +45,6 @@ from rlhf_core.ppo.training.experience import ResponseSums
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import Exchange, ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
 from rlhf_core.weight_sync.sender import SyncReport

@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import process_usage
 from rlhf_core.config.load import config_from_tree
@@ -29,7 +30,6 @@ from rlhf_core.config.placement import plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample
 from tests.support.arguments import positive
 from tests.support.demo_data import with_demo_data

@@ -22,8 +22,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-
-from rlhf_core.system.overriding import override
+from typing_extensions import override
 
 BLOCK = 16
 """Tokens of a block of the KV cache."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.sampling.rollouts import prompts_of_step
 from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.seeds import derive_seed
-from rlhf_core.system.overriding import override
 from tests.support.small_ppo import finished_ppo, save_small_model, small_config, small_prompts
 
 pytestmark = pytest.mark.slow

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import plan
@@ -26,7 +27,6 @@ from rlhf_core.ppo.sampling.reward_actor import RewardActors, RewardSettings
 from rlhf_core.ppo.sampling.rollouts import RewardInputs
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
 
 FUNCTION = """

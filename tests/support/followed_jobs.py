@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from typing_extensions import override
+
 from rlhf_core.executors import base, follow
 from rlhf_core.executors.follow import Waits
 from rlhf_core.executors.job_files import JobFiles
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import ArtifactRef
 

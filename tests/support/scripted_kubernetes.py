@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from rlhf_core.system.overriding import override
+from typing_extensions import override
 
 PREFIX = "/apis/ray.io/v1/namespaces/team/rayjobs"
 

@@ -8,6 +8,8 @@ from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any
 
+from typing_extensions import override
+
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
@@ -23,7 +25,6 @@ from rlhf_core.ppo.training.batch import (
     header_of,
 )
 from rlhf_core.rewards.compose import RewardBatch
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, scripted_actor
 from rlhf_core.types import PromptExample, RewardInput, Rollout
 from rlhf_core.weight_sync.sender import SyncReport

@@ -40,10 +40,9 @@ BOUNDED = {
         "a server waits for requests until it is cancelled"
     ),
     "rlhf_core/cluster/mailbox.py: self._replies.get()": "the stage's process ends this one if it ends",
-    "rlhf_core/storage/checkpoints.py: self._thread.join()": (
+    "rlhf_core/storage/checkpoints.py: self._background_upload[1].result()": (
         "store.retry_seconds bounds each call of the upload"
     ),
-    "rlhf_core/storage/checkpoints.py: self._background_upload.result()": "the same",
     "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that polls twice a second and then ends",
     "rlhf_core/weight_sync/wire.py: work.wait()": "the group's timeout, run.timeouts.sync",
     "rlhf_core/weight_sync/wire.py: self._forwarding[0].wait()": "the same",

@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import CorruptArtifact
@@ -23,7 +25,6 @@ from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
 from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling
 from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample
 
 log = logging.getLogger(__name__)

@@ -318,21 +318,6 @@ def test_parts_that_cannot_be_looked_up_stay_and_end_no_stage(
     assert parts.age("checkpoints/k/step-00000009") == 0, "another process has removed it"
 
 
-def test_pending_bundle_without_the_step_is_not_committed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = bucket(tmp_path)
-    outbox = Outbox(store, tmp_path / "outbox")
-    (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "rank1").write_text("a part")
-    files = bundles.hash_folder(tmp_path / "part")
-    outbox.add("checkpoints/k/step-00000003", tmp_path / "part", files, folder="000001-a", body={})
-    assert CheckpointStore(store, "k", tmp_path / "work", keep(2), outbox=outbox).latest() is None
-    assert bundles.read(store, "checkpoints/k/step-00000003") is None
-    assert "is not the checkpoint of step 3" in caplog.text
-    assert not outbox.pending("checkpoints/k")
-
-
 def test_what_killed_attempts_at_other_stages_have_left_is_deleted(tmp_path: Path) -> None:
     works = tmp_path / "home" / "work"
     killed, alive = works / "sft-a", works / "reward-b"

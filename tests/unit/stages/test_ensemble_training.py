@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import EnsembleConfig
@@ -33,7 +34,6 @@ from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
 from rlhf_core.system.heartbeat import Monitor, current_activity, register, unregister
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, scripted_trainers, single_rank

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import Rank
@@ -22,7 +23,6 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.stages import reward
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, scripted_trainers, single_rank

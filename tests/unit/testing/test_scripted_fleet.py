@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Actor
 from rlhf_core.config.load import config_from_tree
@@ -26,7 +27,6 @@ from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.rollouts import Collector, read_responses
 from rlhf_core.ppo.training.batch import ModelScores, RolloutBatch, RolloutColumns
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank, scripted_actor
 from rlhf_core.testing.trainer import ScriptedTrainer

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
@@ -42,7 +43,6 @@ from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.schedule import SynchronousRollouts
 from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult, Selection
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import RecordingMetrics
 from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.weight_sync.sender import SyncReport

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Actor, Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
@@ -39,7 +40,6 @@ from rlhf_core.ppo.training.batch import (
     columns_of,
     row_columns,
 )
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, Rollout

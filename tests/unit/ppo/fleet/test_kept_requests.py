@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import check_consistency
@@ -31,7 +32,6 @@ from rlhf_core.ppo.fleet.prompt_queue import Given, KeptRequests, PromptQueue
 from rlhf_core.ppo.sampling.rollouts import Collector, prompts_of_step
 from rlhf_core.ppo.sampling.schedule import RolloutsKept
 from rlhf_core.ppo.training.batch import Places, RolloutBatch
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedQueue, scripted_actor

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Actor, Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
@@ -47,7 +48,6 @@ from rlhf_core.ppo.sampling.reward_actor import (
 from rlhf_core.ppo.sampling.rollouts import Collector
 from rlhf_core.ppo.training.batch import ModelScores, Places, RolloutBatch, RolloutColumns, columns_of
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
-from rlhf_core.system.overriding import override
 from rlhf_core.system.relayed_logs import is_from_this_process
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import (

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
@@ -45,7 +46,6 @@ from rlhf_core.ppo.watching.step_checks import PROMPTS, TOKENS, SyncCheck
 from rlhf_core.ppo.watching.utilisation import StepsSinceSync
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Usage
 from rlhf_core.config.load import config_from_tree
@@ -35,7 +36,6 @@ from rlhf_core.ppo.watching.utilisation import (
     link_speed,
     padding_share,
 )
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import PromptExample
