@@ -22,7 +22,6 @@ from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, classified
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
-from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.policy_files import (
     CONFIGURED_BY,
     PolicyFiles,
@@ -248,7 +247,7 @@ def _run_match(
     pairs = list(zip(by_set["candidate"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
     judged = _judge_pairs(config, context, pairs, champion.reward, judge, device, interval)
     compared = compare_on_sets(config, by_set, "champion", context.sources, interval)
-    regression = regression_differences(compared)
+    regression = regression_differences(compared, "candidate")
     prompt_ids = tuple(ours.prompt_id for ours, _ in judged.pairs)
     preferences = judged.comparison.preferences
     samples = []
@@ -257,12 +256,8 @@ def _run_match(
         [group] = interval.groups(pair[:1])
         if group != pair[0].prompt_id:
             samples[-1]["group"] = group
-    controlled = length_controlled(
-        preferences,
-        [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in judged.pairs],
-        config.evaluate.confidence,
-        judged.comparison.groups,
-    )
+    ours, theirs = zip(*judged.pairs, strict=True)
+    controlled = interval.length_controlled(preferences, ours, theirs, judged.comparison.groups)
     return MatchResult(
         judge,
         judged.judge_digest,

@@ -271,17 +271,19 @@ def preference(a: float, b: float) -> float:
     return 1.0 if a > b else 0.0
 
 
-def regression_differences(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return what decides for each regression set: `mean`, `low` and `high` of the paired difference, and
-    `margin`.
+def regression_differences(
+    found: Mapping[str, Mapping[str, Any]], policy: str
+) -> dict[str, dict[str, float]]:
+    """Return what decides for each regression set: `mean`, `low` and `high` of the difference of a policy and
+    its opponent, paired by prompt, and `margin`.
 
     `found` has the results of `evaluation.regression`.
     """
-    return {
-        name: {part: round(value, 9) for part, value in each["difference"].items()}
-        | {"margin": each["margin"]}
-        for name, each in found.items()
-    }
+    sets = {}
+    for name, each in found.items():
+        sets[name] = {part: round(value, 9) for part, value in each["difference"][policy].items()}
+        sets[name]["margin"] = each["margin"]
+    return sets
 
 
 def failed_sets(sets: Mapping[str, Mapping[str, float]]) -> list[str]:

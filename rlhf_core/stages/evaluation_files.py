@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.evaluation.measures import MODELS, endless_models
-from rlhf_core.evaluation.policy_results import main_policy, own_name
+from rlhf_core.evaluation.measures import MODELS, endless_models, flat_name, main_policy
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
@@ -213,7 +212,7 @@ def _data_card(folder: Path) -> str:
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of the tracker's table, without nesting."""
-    winner = own_name("winner", main_policy(row["scores"]))
+    winner = flat_name("winner", main_policy(row["scores"]))
     flat = {name: row[name] for name in ("prompt", *row["scores"], winner)}
     for model, scores in row["scores"].items():
         flat |= {f"{model}/{name}": value for name, value in scores.items()}

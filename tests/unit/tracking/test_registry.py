@@ -456,14 +456,16 @@ def context(tmp_path: Path, evaluation: str) -> StageContext:
     )
 
 
-EVALUATION = {
+OF_PPO = {
     "win_rate": {"mean": 0.75, "low": 0.7, "high": 0.8},
     "verdicts": {"wins": 90, "losses": 30, "ties": 8},
+}
+EVALUATION = {
+    "policies": {"ppo": OF_PPO},
     "judge_digests": {"gold": "synthetic-1"},
     "confidence": 0.95,
     "gold_reward": {"sft": {"mean": 0.5}, "ppo": {"mean": 0.9, "low": 0.704, "high": 1.096}},
     "reward_model": None,
-    "kl": 3.0,
     "judge": "gold",
 }
 
@@ -499,7 +501,7 @@ def test_the_stage_registers_the_policy_with_its_lineage(
         == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
     )
     record = Evaluation.from_json(version.tags["rlhf.evaluation"])
-    assert record == Evaluation.of(EVALUATION, "2" * 64)
+    assert record == Evaluation.of(EVALUATION, "ppo", "2" * 64)
     assert (record.judge, record.judge_digest, record.verdicts.prompts) == ("gold", "synthetic-1", 128)
 
 
@@ -539,7 +541,8 @@ def test_the_stage_asks_for_an_independent_judge(tmp_path: Path, database: Path)
             "register": {"independent_judge": True},
         }
     )
-    content = EVALUATION | {"judge": "reward_model", "judge_trained_on": True}
+    trained = {"ppo": OF_PPO | {"judge_trained_on": True}}
+    content = EVALUATION | {"judge": "reward_model", "policies": trained}
     result = register_stage.run(config, context(tmp_path, json.dumps(content)))
     assert (result.metrics["champion"], result.attributes["rule"]) == (0.0, "judge")
 
