@@ -143,8 +143,6 @@ def _candidate(
             Evaluation.of(content, trained_by, reward.digest if reward else None),
             votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
         ),
-        metrics=metrics,
-        evaluation_run_id=evaluated.mlflow_run_id,
     )
 
 
