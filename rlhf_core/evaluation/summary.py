@@ -9,16 +9,17 @@ from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RewardError
-from rlhf_core.evaluation.length_control import LengthControlled, length_controlled
 from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MEASURES, OVER_SFT, PPO_OVER_DPO, flat_name
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
     Interval,
+    LengthControlled,
     bootstrap_mean,
     compare,
     distinct_n,
     group_of,
+    length_controlled,
     win_rate,
 )
 from rlhf_core.seeds import derive_seed

@@ -30,8 +30,7 @@ import pytest
 from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError, GateFailed
-from rlhf_core.evaluation.length_control import length_controlled
-from rlhf_core.evaluation.statistics import wilson
+from rlhf_core.evaluation.statistics import length_controlled, wilson
 from rlhf_core.stages import evaluate
 from rlhf_core.system.files import write_json
 from rlhf_core.testing import RecordingMetrics, stage_context
