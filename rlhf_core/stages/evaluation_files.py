@@ -151,15 +151,15 @@ def evaluation_figures(config: PipelineConfig, context: StageContext) -> list[Ca
 def _caption_of_reward_against_kl(history: StepMetrics) -> str:
     from rlhf_core.evaluation import plots
 
+    points = "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO"
     if history.has(plots.GOLD):
         return (
-            "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO"
-            " maximises, and the true reward. Over-optimisation is where the true reward bends down while the"
-            " score still rises."
+            f"{points} maximises, and the true reward. Over-optimisation is where the true reward bends down"
+            " while the score still rises."
         )
     return (
-        "One point per PPO step: the score that PPO maximises. The true reward of these responses was not"
-        " computed. The score rises under over-optimisation too, so this curve cannot show it."
+        f"{points} maximises. The true reward of these responses was not computed. The score rises under"
+        " over-optimisation too, so this curve cannot show it."
     )
 
 

@@ -328,9 +328,8 @@ def test_score_and_gold_reward_are_plotted_against_root_kl(tmp_path: Path) -> No
 
 def test_reward_against_kl_has_one_point_per_step() -> None:
     figure = plots.reward_against_kl(history(5))
-    points = figure.axes[0].collections[0]
-    assert points.get_offsets()[4].tolist() == pytest.approx([0.5, 5**0.5])
-    assert points.get_array().tolist() == [1, 2, 3, 4, 5]
+    [points] = figure.axes[0].lines
+    assert points.get_xydata()[4].tolist() == pytest.approx([0.5**0.5, 5**0.5])
 
 
 def test_distribution_counts_all_responses_of_both_models() -> None:
@@ -346,11 +345,10 @@ def test_same_figure_gives_the_same_bytes() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("content", [b"text.usetex: True\naxes.facecolor: black\n", b"\xff not text"])
-def test_a_matplotlibrc_in_the_working_folder_is_not_used(tmp_path: Path, content: bytes) -> None:
+def test_a_matplotlibrc_in_the_working_folder_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "matplotlibrc").write_bytes(content)
+    (folder / "matplotlibrc").write_text("text.usetex: True\naxes.facecolor: black\n")
     script = (
         "import hashlib, os; from rlhf_core.evaluation import plots\n"
         "figure, _ = plots._figure(4, 3)\n"
