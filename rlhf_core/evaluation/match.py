@@ -352,7 +352,9 @@ def _judge_pairs(
         digest = model.digest
     else:
         comparison = _compare_scores(interval, _OWN, scored)
-        digest = _judge_digest(config, context, judge, code)
+        inputs = context.lineage.inputs if context.lineage else {}
+        known = scoring.judge_digests(config, gold_known=judge == "gold", reward_code=code, inputs=inputs)
+        digest = known.get(judge)
     by_champion_model = None
     if champion_reward is not None:
         by_champion_model = _compare_scores(interval, _OF_CHAMPION, scored)
@@ -408,15 +410,3 @@ def _sample(ours: RewardInput, theirs: RewardInput, preference: float, policy: P
         policy: ours.response,
         "winner": winners[preference],
     }
-
-
-def _judge_digest(
-    config: PipelineConfig, context: StageContext, judge: str, reward_code: Mapping[str, str]
-) -> str | None:
-    """Return the digest that the evaluation of the candidate has for the judge."""
-    stage = scoring.MODEL_STAGES.get(judge)
-    if stage is not None:
-        lineage = context.lineage
-        model = lineage.inputs.get(stage) if lineage else None
-        return model.digest if model else None
-    return scoring.judge_digests(config, gold_known=judge == "gold", reward_code=reward_code).get(judge)

@@ -159,10 +159,11 @@ def _judge_facts(
     gold_known: bool,
 ) -> JudgeFacts:
     digests = scoring.judge_digests(
-        config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
+        config,
+        gold_known=gold_known,
+        reward_code=code_digests(config.ppo.rewards, context.sources),
+        inputs=context.lineage.inputs if context.lineage else {},
     )
-    if context.lineage is not None and "judge" in context.lineage.inputs:
-        digests["judge_model"] = context.lineage.inputs["judge"].digest
     if language_model is not None:
         digests[MEASURE] = language_model.digest
     return JudgeFacts(

@@ -127,7 +127,6 @@ def _candidate(
     """Return what is registered of the policy."""
     trained_by = config.register_.policy
     policy, evaluated = lineage.inputs[trained_by], lineage.inputs["evaluate"]
-    reward = lineage.inputs.get("reward")
     content = _read_evaluation(context.inputs["evaluate"])
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
     metrics = {name: value for name, value in evaluated.metrics.items() if not name.startswith("by_source/")}
@@ -140,7 +139,7 @@ def _candidate(
         tags=_tags(config, lineage, content, metrics, weights_digest)
         | _reference_tags(mlflow, lineage.parent_run_id),
         evaluation=replace(
-            Evaluation.of(content, trained_by, reward.digest if reward else None),
+            Evaluation.of(content, trained_by),
             votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
         ),
     )

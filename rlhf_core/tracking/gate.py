@@ -94,9 +94,7 @@ class Evaluation:
         return Verdicts(self.wins, self.losses, self.ties)
 
     @classmethod
-    def of(
-        cls, content: Mapping[str, Any], policy: PolicyStage, reward_model_digest: str | None
-    ) -> Evaluation:
+    def of(cls, content: Mapping[str, Any], policy: PolicyStage) -> Evaluation:
         """Create the record of a policy from `evaluation.json`. Raises RLHFError if it has no win rate or no
         verdicts.
         """
@@ -107,12 +105,11 @@ class Evaluation:
                 "evaluation.json has no win_rate.mean or no verdicts; the evaluate stage must be run again."
             )
         judge, prompts = content.get("judge"), content.get("prompts", 0)
-        digests = dict(content.get("judge_digests") or {}) | {"reward_model": reward_model_digest}
         return cls(
             win_rate=win_rate,
             **verdicts,
             judge=judge,
-            judge_digest=digests.get(str(judge)),
+            judge_digest=content.get("judge_digests", {}).get(judge),
             judge_trained_on=bool(own.get("judge_trained_on")),
             regression=regression_differences(content.get("regression") or {}, policy),
             grouped_prompts=prompts if sum(verdicts.values()) < prompts else 0,

@@ -463,7 +463,7 @@ def test_the_stage_registers_the_policy_with_its_lineage(
         == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
     )
     record = Evaluation.from_json(version.tags["rlhf.evaluation"])
-    assert record == Evaluation.of(EVALUATION, "ppo", "2" * 64)
+    assert record == Evaluation.of(EVALUATION, "ppo")
     assert (record.judge, record.judge_digest, record.verdicts.prompts) == ("gold", "synthetic-1", 128)
 
 
