@@ -23,10 +23,11 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
+from rlhf_core.evaluation.measures import results_of
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
-from rlhf_core.evaluation.policy_results import evaluation_of, metrics_of
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
 from rlhf_core.evaluation.scoring import MODEL_STAGES
+from rlhf_core.evaluation.summary import policy_metrics
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.pipeline import STAGES
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
@@ -126,11 +127,11 @@ def _candidate(
     """Return what is registered of the policy."""
     trained_by = config.register_.policy
     policy, evaluated = lineage.inputs[trained_by], lineage.inputs["evaluate"]
-    reward = lineage.inputs.get("reward")
-    content = evaluation_of(_read_evaluation(context.inputs["evaluate"]), trained_by)
-    found = metrics_of(evaluated.metrics, trained_by)
+    content = _read_evaluation(context.inputs["evaluate"])
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
-    metrics = {name: value for name, value in found.items() if not name.startswith("by_source/")}
+    metrics = {name: value for name, value in evaluated.metrics.items() if not name.startswith("by_source/")}
+    # With the plain names, so that versions of all policies have the same tags.
+    metrics |= policy_metrics(results_of(content, trained_by), "ppo")
     return Candidate(
         source=f"{policy.uri}/policy",
         policy_digest=policy.digest,
@@ -138,11 +139,9 @@ def _candidate(
         tags=_tags(config, lineage, content, metrics, weights_digest)
         | _reference_tags(mlflow, lineage.parent_run_id),
         evaluation=replace(
-            Evaluation.of(content, reward.digest if reward else None),
+            Evaluation.of(content, trained_by),
             votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
         ),
-        metrics=metrics,
-        evaluation_run_id=evaluated.mlflow_run_id,
     )
 
 

@@ -252,9 +252,9 @@ def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, l
     name = "score" if measure is None else measure.removeprefix("rules/").replace("_", " ")
     scores = [evaluation.get(measure, {}) for evaluation in evaluations]
     policy = summaries[0].get("policy", "ppo")
-    win_rate = "win_rate_dpo" if policy == "dpo" else "win_rate"
     columns = {MODELS[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", policy)}
-    columns["win rate"] = [_mean(each.get(win_rate)) for each in evaluations]
+    tables = [evaluation.get("policies", {}).get(policy, {}) for evaluation in evaluations]
+    columns["win rate"] = [_mean(table.get("win_rate")) for table in tables]
     return f"{name} on held-out prompts", columns
 
 

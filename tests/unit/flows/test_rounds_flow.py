@@ -31,7 +31,10 @@ from tests.support.sampled_run import made_run, save_votes
 
 DEMO = "deployments/configs/demo.yaml"
 NO_ROWS = {"best": 0, "pairs": 0, "policy": "ppo"}
-EVALUATION = {"gold_reward": {"sft": {"mean": -2.0}, "ppo": {"mean": -1.0}}, "win_rate": {"mean": 0.7}}
+EVALUATION = {
+    "gold_reward": {"sft": {"mean": -2.0}, "ppo": {"mean": -1.0}},
+    "policies": {"ppo": {"win_rate": {"mean": 0.7}}},
+}
 
 
 def summary_of(number: int) -> dict[str, Any]:

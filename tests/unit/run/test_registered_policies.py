@@ -38,7 +38,7 @@ from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy, ser
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.tracking.champions import BASE, WEIGHTS, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
-from tests.support.registered_policy import EVALUATION, register_policy
+from tests.support.registered_policy import EVALUATION, OF_PPO, register_policy
 
 MODEL = "served-policy"
 
@@ -562,10 +562,10 @@ def test_the_licence_of_a_hub_model_is_that_of_its_commit_in_the_cache(
 
 def test_the_card_has_all_comparisons(home: str, tmp_path: Path) -> None:
     rate = {"mean": 0.5, "low": 0.4, "high": 0.6}
-    fallen = {"ppo": rate, "difference": {"mean": -0.1, "low": -0.2, "high": 0.0}, "margin": 0.02}
+    fallen = {"ppo": rate, "difference": {"ppo": {"mean": -0.1, "low": -0.2, "high": 0.0}}, "margin": 0.02}
     over_chosen = {"ppo": rate}
     evaluation = EVALUATION | {
-        "win_rate_length_controlled": rate,
+        "policies": {"ppo": OF_PPO | {"win_rate_length_controlled": rate}},
         "over_chosen": {"win_rate": over_chosen, "win_rate_length_controlled": over_chosen},
         "regression": {"maths": fallen},
     }
@@ -573,6 +573,14 @@ def test_the_card_has_all_comparisons(home: str, tmp_path: Path) -> None:
     assert "| the same, length-controlled | 0.500 | [0.4, 0.6] |" in card
     assert "| win rate over the data's answers | 0.500 | [0.4, 0.6] |" in card
     assert "| regression set maths, change (failed) | -0.1 | [-0.2, 0] |" in card
+
+
+def test_an_evaluation_of_an_earlier_release_is_not_in_the_card(
+    home: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = with_files(open_policy(MODEL, home), tmp_path, evaluate=json.dumps(OF_PPO))
+    assert "The evaluation is not in the store any more." in model_card(policy)
+    assert "was evaluated by an earlier release" in caplog.text
 
 
 def with_files(policy: RegisteredPolicy, folder: Path, **files: str) -> RegisteredPolicy:

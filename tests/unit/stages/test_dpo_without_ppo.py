@@ -212,5 +212,6 @@ def test_summary_and_tables_name_dpo() -> None:
     assert rows[f"win rate, DPO over SFT {judge}"] == rows["gold reward, DPO"] == "0.600  [0.500, 0.700]"
     assert "gold reward, difference by prompt, DPO" in rows
     assert not any("PPO" in name for name in rows) and "ppo" not in json.dumps(summary)
+    assert summary["evaluate"]["policies"]["dpo"]["judge_trained_on"] is True
     assert summary["weights_sha256"] == "w" * 64
     assert headline("evaluate", metrics) == "win_rate_dpo=0.6  kl_dpo=1.5  eos_rate/sft=0.5  eos_rate/dpo=1"
