@@ -326,7 +326,7 @@ def _raise_broken_pipe() -> NoReturn:
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
-    from rlhf_core.ops.serve_reward.serve_reward import serve_reward
+    from rlhf_core.ops.serve_reward import serve_reward
 
     home = _home(arguments).make()
     set_up_logging(home)
