@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.base import Section, execution
 
-Measure = Literal["lengths", "sources", "scripts", "vocabulary", "duplicates", "agreement"]
+Measure = Literal["lengths", "sources", "vocabulary", "agreement"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 Limit = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 DEFAULT_WARNING = 0.1

@@ -65,8 +65,8 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     """Compare the data of a run with those of the champion, and write the page. Warnings are logged.
 
     Returns None if there is nothing to compare: no section `drift`, no champion, its data artifact is the
-    same one, or the SFT model of the data exists already. An existing SFT model may be that of another run,
-    so if `drift.stop` has a limit, it counts only after a comparison of this run that did not stop it.
+    same one, or the SFT model of the data exists already, so that a run that is continued is not stopped by a
+    later champion.
 
     If the comparison is not possible or fails, this is logged, and None is returned, unless `drift.stop` has
     a limit.
@@ -79,8 +79,8 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     config = run.config
     if config.drift is None:
         return None
-    sft = run.artifacts.find("sft", run.spec("sft", {"data": data}).key)
-    if sft is not None and (not config.drift.can_stop or _has_passed(run)):
+    if run.artifacts.find("sft", run.spec("sft", {"data": data}).key) is not None:
+        log.info("drift: not measured, because the SFT model of these data exists already")
         return None
     champion = _champion(run)
     if champion is None:
@@ -131,18 +131,6 @@ def _champion(run: PipelineRun) -> ModelVersion | None:
         return mlflow.by_alias(model, CHAMPION)
 
 
-def _has_passed(run: PipelineRun) -> bool:
-    """Return whether an earlier command compared the data of this run, and no value stopped it."""
-    run.tracking.wait(_MLFLOW_SECONDS)
-    run.ensure_parent()
-    if run.parent_run_id is None:
-        return False
-    mlflow = run.tracking.mlflow
-    with registry_errors(mlflow, "say whether drift was measured"):
-        found = mlflow.tags(run.parent_run_id).get(_TAG)
-    return found is not None and "drift.stop." not in found
-
-
 def _record(run: PipelineRun, result: str) -> None:
     run.tracking.set_tags(run.parent_run_id, {_TAG: result})
 
@@ -188,7 +176,6 @@ def _request(
         config=run.config.model_dump(mode="json", by_alias=True),
         champion=name,
         champion_data=str(old),
-        champion_deduplicated=made["deduplicate"],
         data=str(new),
         reward_model=None if measured is None else str(run.artifacts.fetch(measured) / "model"),
         accuracy=0.0 if measured is None else measured.metrics["accuracy"],
