@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from rlhf_core.errors import InputError
 from rlhf_core.ops.publish.card import is_model_card, model_card
 from rlhf_core.run.registered_policies import RegisteredPolicy
-from rlhf_core.storage.bundles import hash_file, is_weights, weights_sha256
 from rlhf_core.system.files import TEMPORARY, write_atomic
 from rlhf_core.system.held_folders import delete_abandoned, held
 
@@ -31,12 +30,10 @@ _UNFINISHED = f"{TEMPORARY}publish-"
 def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     """Write the model and `README.md` to `folder`, which appears when complete.
 
-    An adapter is part of the model's weights. It is not copied, because its base model is not published. If
-    the folder has an earlier copy of the same policy, only its card is written again. What a killed process
-    has left next to the folder is deleted.
+    An adapter is part of the model's weights. It is not copied, because its base model is not published. What
+    a killed process has left next to the folder is deleted.
 
-    Raises InputError if the folder exists and has other files than an earlier copy of the same policy, is a
-    file or a link, or cannot be written.
+    Raises InputError if the folder has files, is a file or a link itself, or cannot be written.
     """
     if folder.is_symlink():
         raise InputError(f"{folder} is a link; name a folder")
@@ -44,17 +41,8 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
         raise InputError(f"{folder} is a file; name a folder")
     try:
         if folder.exists() and any(folder.iterdir()):
-            different = _different_files(policy, folder)
-            if different:
-                names = ", ".join(different[:5])
-                raise InputError(
-                    f"{folder} exists, and {len(different)} of its files differ from those of this policy:"
-                    f" {names}; name another folder, or delete this one"
-                )
-            write_atomic(folder / _CARD, model_card(policy))
-            return folder
+            raise InputError(f"{folder} has files already; name another folder, or delete this one")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        delete_abandoned(folder.parent, f"{_UNFINISHED}*")
         temporary = folder.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
         with held(temporary):
             _write(policy, folder, temporary)
@@ -67,30 +55,6 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     finally:
         delete_abandoned(folder.parent, f"{_UNFINISHED}*")
     return folder
-
-
-def _different_files(policy: RegisteredPolicy, folder: Path) -> list[str]:
-    """Return the files of a folder that the policy lacks, that it lacks itself, or with other content, and
-    its links.
-
-    The card, which is written again, and hidden files are not compared.
-    """
-    source = policy.folder / "policy"
-    names, found = _compared_names(source), _compared_names(folder)
-    different = (names ^ found) | {name for name in found if (folder / name).is_symlink()}
-    if different:
-        return sorted(different)
-    # The digest of the registered weights is known, so those of the folder alone are read.
-    if weights_sha256(folder) != policy.weights:
-        return sorted(filter(is_weights, names))
-    small = sorted(name for name in names if not is_weights(name))
-    return [name for name in small if hash_file(source / name) != hash_file(folder / name)]
-
-
-def _compared_names(folder: Path) -> set[str]:
-    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    names = (path.relative_to(folder) for path in paths)
-    return {str(name) for name in names if str(name) != _CARD and not str(name).startswith(".")}
 
 
 def _write(policy: RegisteredPolicy, folder: Path, temporary: Path) -> None:
