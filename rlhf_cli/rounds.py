@@ -68,20 +68,20 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
 
 def print_end(done: Rounds) -> int:
     """Print what the rounds have made, and what people must do. Returns the exit code."""
-    print_rounds(done.summaries, done.labels)
+    print_rounds(done.summaries)
     if done.votes_needed is None:
         return 0
     print(printable(done.votes_needed))
     return EXIT_VOTES
 
 
-def print_rounds(summaries: Sequence[dict[str, Any]], labels: Sequence[int | None] | None = None) -> None:
+def print_rounds(summaries: Sequence[dict[str, Any]]) -> None:
     """Print the table of the rounds, and where their reports are."""
     from rich.console import Console
 
     from rlhf_core.ops.rounds.rounds import rounds_table
 
-    Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(summaries, labels))
+    Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(summaries))
     for summary in summaries:
         if "report" in summary["where"]:
             print(f"report of {summary['run']}: {summary['where']['report']}")
