@@ -230,11 +230,6 @@ class Home:
         return self.servers / "state.json"
 
     @property
-    def servers_lock(self) -> Path:
-        """Locked by the `rlhf up` that starts the servers."""
-        return self.servers / "up.lock"
-
-    @property
     def servers_login(self) -> Path:
         return self.servers / "login"
 
