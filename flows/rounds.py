@@ -16,7 +16,7 @@ from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import VotesNeeded
 from rlhf_core.ops.parameters import DEFAULT_CONFIG, EndOfRound
-from rlhf_core.ops.rounds.rounds import pinned_rounds, round_overrides
+from rlhf_core.ops.rounds import pinned_rounds, round_overrides
 
 
 @dataclass(frozen=True)

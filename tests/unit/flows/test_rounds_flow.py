@@ -20,11 +20,11 @@ from flows import rounds as rounds_flow
 from flows.notify import notify_failure
 from flows.rounds import Rounds, end_of_rounds, rounds, run_rounds_with
 from rlhf_cli.main import main
-from rlhf_cli.rounds import print_end, print_rounds
+from rlhf_cli.rounds import print_end
 from rlhf_core.errors import DataError, RLHFError
 from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer
 from rlhf_core.ops.review.record import open_review, record_votes
-from rlhf_core.ops.rounds.rounds import check_first_round
+from rlhf_core.ops.rounds import check_first_round
 from rlhf_core.run.checks import reuse_or_check
 from tests.support.prefect_api import PrefectApi
 from tests.support.sampled_run import made_run, save_votes
@@ -143,7 +143,7 @@ def test_the_first_round_reuses_the_check_of_the_command(tmp_path: Path) -> None
 
 
 def test_the_table_of_the_rounds_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_rounds([summary_of(1), summary_of(2), summary_of(3)])
+    print_end(Rounds([summary_of(1), summary_of(2), summary_of(3)]))
     printed = capsys.readouterr().out
     assert "gold reward on held-out prompts" in printed and "-2.000" in printed and "demo-3" in printed
     assert "report of demo-2: /store/2/report.html" in printed
