@@ -57,7 +57,6 @@ def serve_reward(
     port: int,
     home: Home,
     endpoint: str | None,
-    template: Template | None,
     dtype: str,
     attention: Attention,
     device: str,
@@ -72,7 +71,6 @@ def serve_reward(
         port: Port to listen on; 0 for any.
         home: Cache of models from S3.
         endpoint: Endpoint of the S3 server, or None for AWS.
-        template: How text requests are formatted; None for the template that the model was trained with.
         dtype: Precision of the model.
         attention: Implementation of attention.
         device: "auto", "cpu" or "cuda".
@@ -87,10 +85,10 @@ def serve_reward(
     # First: an address that cannot be used is reported before the model is fetched and loaded.
     bound, token = listen(host, port)
     with bound:
-        folder, trained_as = locate(address, home, endpoint)
+        folder, template = locate(address, home, endpoint)
         scorer = Scorer(
             folder,
-            template=template or trained_as,
+            template=template,
             dtype=dtype,
             attention=attention,
             device=resolve_device(device, "--device"),

@@ -11,16 +11,13 @@ import shutil
 import tempfile
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rlhf_core.errors import InputError
-from rlhf_core.ops.publish.card import is_model_card, model_card
+from rlhf_core.ops.publish.card import model_card
 from rlhf_core.run.registered_policies import RegisteredPolicy
 from rlhf_core.system.files import TEMPORARY, write_atomic
 from rlhf_core.system.held_folders import delete_abandoned, held
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 _CARD = "README.md"
 _UNFINISHED = f"{TEMPORARY}publish-"
@@ -87,11 +84,11 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
     Args:
         policy: The policy.
         repository: `owner/name`.
-        replace: Whether a repository with other files is used whose card `publish` has not written.
+        replace: Whether the files of a repository that has some are deleted.
 
     Raises:
         InputError: The name is not one of a repository, or the hub refuses or cannot be reached, or the
-            repository has files of others.
+            repository has files.
     """
     import httpx2
     from huggingface_hub import HfApi
@@ -111,8 +108,12 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
             except RepositoryNotFoundError:
                 api.create_repo(repository, private=True)
             else:
-                if not replace:
-                    _require_own(api, repository, Path(temporary, "card"))
+                files = [name for name in api.list_repo_files(repository) if name != ".gitattributes"]
+                if files and not replace:
+                    raise InputError(
+                        f"{repository} exists with {len(files)} files, and an upload deletes all of them;"
+                        " name another repository, or use --replace"
+                    )
             commit = api.upload_folder(
                 repo_id=repository,
                 folder_path=folder,
@@ -122,19 +123,3 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
         except (httpx2.HTTPError, OSError, HFValidationError) as error:  # OSError: the offline mode
             raise InputError(f"{repository} cannot be written on the hub: {error}") from error
     return OnHub(commit.commit_url, private)
-
-
-def _require_own(api: HfApi, repository: str, folder: Path) -> None:
-    """Raise InputError if a repository has files, and a card that `publish` has not written."""
-    files = [name for name in api.list_repo_files(repository) if name != ".gitattributes"]
-    if not files:
-        return
-    if "README.md" in files:
-        card = Path(api.hf_hub_download(repository, "README.md", local_dir=folder))
-        text = card.read_text(encoding="utf-8", errors="replace")
-        if is_model_card(text):
-            return
-    raise InputError(
-        f"{repository} exists with {len(files)} files, and `rlhf publish` has not written its card: an upload"
-        " deletes all of them; name another repository, or use --replace"
-    )
