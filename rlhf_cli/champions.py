@@ -148,12 +148,8 @@ def _promote(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.registered_policies import (
-        open_policy,
-        serve_command,
-        serve_environment,
-        tokenizer_alone,
-    )
+    from rlhf_core.ops.serve import serve_command, serve_environment, tokenizer_alone
+    from rlhf_core.run.registered_policies import open_policy
     from rlhf_core.system.serving import bind
 
     # vLLM binds the address again, after it has imported its packages.

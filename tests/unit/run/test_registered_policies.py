@@ -33,8 +33,9 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.ops.publish.card import licence_of, model_card
 from rlhf_core.ops.publish.publish import publish
+from rlhf_core.ops.serve import serve_command, tokenizer_alone
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy, serve_command, tokenizer_alone
+from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.tracking.champions import BASE, WEIGHTS, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
