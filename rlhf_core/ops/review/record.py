@@ -62,11 +62,6 @@ _SAMPLES: dict[Opponent, tuple[StageName, str]] = {
 """Stage and file of the samples."""
 _OPTIONS: dict[Opponent, str] = {"sft": "", "champion": " --against champion", "sample": " --of sample"}
 """Options of `rlhf review` that choose the page."""
-_MISSING: dict[Opponent, str] = {
-    "sft": "no samples; run the configuration again",
-    "champion": "no samples of a match: there was none; use --against sft",
-    "sample": f"no {ANSWERS}: an earlier release made it; run the configuration again",
-}
 _PAIRS = 50
 """Pairs on a page of the stage `sample`: ten minutes for a person."""
 
@@ -162,6 +157,7 @@ class Review:
 
     def write_rows(self, rows: list[dict[str, str]]) -> Path:
         """Write preference rows to a file with their digest in its name, and return it."""
+        # The path is a source of the next round: the same rows must have the same one, and others another.
         digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
         file = self.folder / f"labels-{digest[:8]}.jsonl"
         write_jsonl(file, rows)
@@ -264,8 +260,8 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
         raise InputError(f"{file} has no stage {stage}; {fix}")
     artifacts, ref = _artifact(summary, stage, place, endpoint)
     samples_file = artifacts.fetch(ref) / samples_name
-    if not samples_file.is_file():
-        raise InputError(f"{ref.uri} has {_MISSING[opponent]}")
+    if not samples_file.is_file():  # the stage `register` without a match; the others always write it
+        raise InputError(f"{ref.uri} has no {samples_name}: there was no match; use --against sft")
     if opponent == "sample":
         pairs = load_sampled_pairs(samples_file)
         if not pairs:
@@ -294,6 +290,7 @@ def record_votes(review: Review, path: Path) -> Recorded:
         raise InputError(f"{file.name}: the file has no vote; vote on the page and save again")
     review.folder.mkdir(parents=True, exist_ok=True)
     kept = review.folder / _name(content)
+    # Before all that follows from it: after an interruption, the same command does the rest.
     write_atomic(kept, content)
     result, rows = review.result(), review.rows()
     labels = review.write_rows(rows)

@@ -34,7 +34,6 @@ import signal
 import time
 import urllib.error
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -76,20 +75,6 @@ _REQUEST_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError, Va
 Action = Literal["leave", "reschedule", "cancel", "give up"]
 
 
-@dataclass(frozen=True)
-class Observation:
-    """The state of one flow run at one poll."""
-
-    state: str
-    """Prefect's state type, such as RUNNING."""
-    age: float
-    """Seconds in this state."""
-    missing: int
-    """Consecutive polls in which the run had no process. 0 if it has one."""
-    losses: int = 0
-    """See `count_losses`."""
-
-
 def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> int:
     """Return how often a run that is lost at `now` was lost in a row, this time included.
 
@@ -110,23 +95,25 @@ def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> int:
     return losses
 
 
-def decide(seen: Observation) -> Action:
-    """Return what to do with a flow run."""
-    if seen.missing < MISSING_POLLS:
-        return "leave"
+def decide(state: str, age: float, losses: int = 0) -> Action:
+    """Return what to do with a flow run that has no process.
+
+    Args:
+        state: Prefect's state type, such as RUNNING.
+        age: Seconds in this state.
+        losses: See `count_losses`.
+    """
     # A state that begins in the future is from before the clock was set back: its age is unknown.
-    is_new = -START_SECONDS <= seen.age <= START_SECONDS
-    if seen.state == "CANCELLING":
+    is_new = -START_SECONDS <= age <= START_SECONDS
+    if state == "CANCELLING":
         return "leave" if is_new else "cancel"
-    if seen.state == "PENDING" and is_new:
+    if state == "PENDING" and is_new:
         return "leave"
-    if seen.state == "CRASHED" and seen.age > MAX_CRASH_AGE:
+    if state == "CRASHED" and age > MAX_CRASH_AGE:
         return "leave"
-    if seen.state not in ("RUNNING", "PENDING", "CRASHED"):
+    if state not in ("RUNNING", "PENDING", "CRASHED"):
         return "leave"
-    if seen.losses >= MAX_LOSSES:
-        return "give up"
-    return "reschedule"
+    return "give up" if losses >= MAX_LOSSES else "reschedule"
 
 
 class Reconciler:
@@ -196,23 +183,23 @@ class Reconciler:
         if self._missing[run_id] < MISSING_POLLS:
             return
         now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
-        seen = Observation(run["state"]["type"], (now - since).total_seconds(), self._missing[run_id])
-        action = decide(seen)
+        state, age, losses = run["state"]["type"], (now - since).total_seconds(), 0
+        action = decide(state, age)
         if action == "leave":
             return
         if action == "reschedule":
             # The history is a separate request, so it is only read for lost runs.
-            seen = replace(seen, losses=count_losses(self._history(run_id), now))
-            action = decide(seen)
-        log.warning("flow run %s (%s) is %s without a process: %s", run["name"], run_id, seen.state, action)
+            losses = count_losses(self._history(run_id), now)
+            action = decide(state, age, losses)
+        log.warning("flow run %s (%s) is %s without a process: %s", run["name"], run_id, state, action)
         if action == "cancel":
             self._set_state(run_id, "CANCELLED", "Cancelled", "its process is gone")
         elif action == "give up":
-            message = f"its process was lost {seen.losses} times in a row; the logs of the last one say more"
+            message = f"its process was lost {losses} times in a row; the logs of the last one say more"
             self._set_state(run_id, "FAILED", "Failed", message)
         else:
             # `count_losses` finds this loss in the history later.
-            if seen.state != "CRASHED":
+            if state != "CRASHED":
                 self._set_state(run_id, "CRASHED", "Crashed", "its process is gone")
             message = "its process was lost; continuing from the last checkpoint"
             self._set_state(run_id, "SCHEDULED", "AwaitingRetry", message)

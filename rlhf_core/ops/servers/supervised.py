@@ -71,6 +71,7 @@ class SupervisedProcess:
                 # `mlflow server` starts the actual server as a child, which would keep the port.
                 with suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
+            # Kept for `rlhf status`, because the log of the server does not have its exit code.
             self.last_end = f"exit code {self.process.returncode}"
             self.process = None
             self.restarts = self.restarts + 1 if now - self.started < _STABLE_SECONDS else 1

@@ -38,7 +38,6 @@ from rlhf_core.ops.servers.reconcile import (
     MISSING_POLLS,
     STABLE_SECONDS,
     WORKER_LABEL,
-    Observation,
     Reconciler,
     count_losses,
     decide,
@@ -52,33 +51,30 @@ DAY = 24 * 3600.0
 
 
 @pytest.mark.parametrize(
-    ("state", "age", "losses", "missing", "action"),
+    ("state", "age", "losses", "action"),
     [
-        ("RUNNING", 100.0, 1, 0, "leave"),
-        ("RUNNING", 100.0, 1, MISSING_POLLS - 1, "leave"),
-        ("RUNNING", 1.0, 1, MISSING_POLLS, "reschedule"),
-        ("RUNNING", 100.0, MAX_LOSSES - 1, MISSING_POLLS, "reschedule"),
-        ("RUNNING", 100.0, MAX_LOSSES, MISSING_POLLS, "give up"),
-        ("PENDING", 5.0, 0, 10, "leave"),
-        ("PENDING", 31.0, 0, MISSING_POLLS, "reschedule"),
-        ("PENDING", 31.0, MAX_LOSSES, MISSING_POLLS, "give up"),
-        ("PENDING", -5.0, 0, MISSING_POLLS, "leave"),
-        ("PENDING", -3600.0, 0, MISSING_POLLS, "reschedule"),  # the clock was set back by an hour
-        ("CANCELLING", -3600.0, 0, MISSING_POLLS, "cancel"),
-        ("CRASHED", 1.0, 1, MISSING_POLLS, "reschedule"),
-        ("CRASHED", 1.0, 1, 0, "leave"),  # Prefect reported a crash, but the process is alive
-        ("CRASHED", 1.0, MAX_LOSSES, MISSING_POLLS, "give up"),
-        ("CRASHED", DAY + 1, 1, MISSING_POLLS, "leave"),
-        ("CANCELLING", 5.0, 1, MISSING_POLLS, "leave"),
-        ("CANCELLING", 31.0, 1, MISSING_POLLS, "cancel"),
-        ("COMPLETED", 100.0, 1, MISSING_POLLS, "leave"),
-        ("CANCELLED", 100.0, 1, MISSING_POLLS, "leave"),
+        ("RUNNING", 1.0, 1, "reschedule"),
+        ("RUNNING", 100.0, MAX_LOSSES - 1, "reschedule"),
+        ("RUNNING", 100.0, MAX_LOSSES, "give up"),
+        ("PENDING", 5.0, 0, "leave"),
+        ("PENDING", 31.0, 0, "reschedule"),
+        ("PENDING", 31.0, MAX_LOSSES, "give up"),
+        ("PENDING", -5.0, 0, "leave"),
+        ("PENDING", -3600.0, 0, "reschedule"),  # the clock was set back by an hour
+        ("CANCELLING", -3600.0, 0, "cancel"),
+        ("CRASHED", 1.0, 1, "reschedule"),
+        ("CRASHED", 1.0, MAX_LOSSES, "give up"),
+        ("CRASHED", DAY + 1, 1, "leave"),
+        ("CANCELLING", 5.0, 1, "leave"),
+        ("CANCELLING", 31.0, 1, "cancel"),
+        ("COMPLETED", 100.0, 1, "leave"),
+        ("CANCELLED", 100.0, 1, "leave"),
     ],
 )
 def test_state_age_and_losses_decide_what_happens_to_a_run(
-    state: str, age: float, losses: int, missing: int, action: str
+    state: str, age: float, losses: int, action: str
 ) -> None:
-    assert decide(Observation(state, age, missing, losses=losses)) == action
+    assert decide(state, age, losses) == action
 
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
