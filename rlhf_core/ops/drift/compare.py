@@ -7,6 +7,7 @@ among the artifacts of its MLflow run.
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from rlhf_core.ops.drift.measures import from_json
 from rlhf_core.ops.drift.page import Finding, State, drift_markdown, findings
 from rlhf_core.ops.drift.process import DriftRequest
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.system.files import read_json, write_atomic
+from rlhf_core.system.files import write_atomic
 from rlhf_core.system.launch import launch, python_module
 from rlhf_core.tracking.champions import CHAMPION, registry_errors
 from rlhf_core.tracking.mlflow_client import ModelVersion
@@ -31,8 +32,6 @@ from rlhf_core.types import ArtifactRef
 log = logging.getLogger(__name__)
 
 PAGE, MEASURES = "drift.md", "drift.json"
-_TAG = "rlhf.drift"
-"""Tag of the MLflow run: the values above a limit, or why there are none."""
 _MLFLOW_SECONDS = 300.0
 """An MLflow server that is started again has some minutes for it."""
 
@@ -85,7 +84,6 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     champion = _champion(run)
     if champion is None:
         log.info("drift: %s has no champion to compare with", config.registered_model)
-        _record(run, "no champion")
         return None
     name = f"{config.registered_model} version {champion.version}"
     before = run.artifacts.find_registered("data", champion.tags)
@@ -100,7 +98,6 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
         return None
     if before.digest == data.digest:
         log.info("drift: the data are those of %s", name)
-        _record(run, "the data are those of the champion")
         return None
     measures = run.folder / MEASURES
     try:
@@ -110,9 +107,7 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
             raise
         log.warning("drift is not measured: %s", error)
         return None
-    content = read_json(measures)
-    if content is None:
-        raise StageFailed(f"the comparison with the data of {name} left no {measures}")
+    content = json.loads(measures.read_text(encoding="utf-8"))
     found = findings(from_json(content["measures"]), config.drift)
     report = DriftReport(name, found, drift_markdown(found, name), run.folder / PAGE)
     write_atomic(report.page, report.markdown)
@@ -129,10 +124,6 @@ def _champion(run: PipelineRun) -> ModelVersion | None:
         if mlflow.model_tags(model) is None:
             return None
         return mlflow.by_alias(model, CHAMPION)
-
-
-def _record(run: PipelineRun, result: str) -> None:
-    run.tracking.set_tags(run.parent_run_id, {_TAG: result})
 
 
 def _request(
@@ -223,8 +214,5 @@ def _publish(run: PipelineRun, report: DriftReport) -> None:
             log.warning("%s; see %s", sentence, report.page)
         elif finding.state == "not measured" and finding.stop is not None:
             log.warning("%s; drift.stop.%s has no effect", sentence, finding.drift.measure)
-    # Those that stop come first: a long tag is cut.
-    unusual = [*report.above("stop"), *report.above("warn")]
-    if not unusual:
+    if not report.above("stop", "warn"):
         log.info("drift: no measure is above its limit; see %s", report.page)
-    _record(run, "; ".join(unusual) or "none")

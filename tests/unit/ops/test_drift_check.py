@@ -118,8 +118,6 @@ def test_drift_warns_and_stops_with_a_page(
     message = r"vocabulary 0\.\d+ \(\S+\), above drift\.stop\.vocabulary=0\.3; .*the page is .*drift\.md"
     with pytest.raises(GateFailed, match=message):
         report.raise_stop()
-    assert run.parent_run_id is not None
-    assert "drift.stop.vocabulary" in run.tracking.mlflow.tags(run.parent_run_id)["rlhf.drift"]
 
 
 @pytest.mark.parametrize("cause", ["ends", "hangs", "damaged"])
