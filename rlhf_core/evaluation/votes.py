@@ -101,7 +101,7 @@ def voters(files: Iterable[VoteFile]) -> dict[str, str]:
     names = {file.session: _name(file) for file in files if file.session and _name(file)}
     keys = {}
     for file in files:
-        if name := names.get(file.session) or _name(file):
+        if name := names.get(file.session or "") or _name(file):
             keys[file.digest] = f"name {name}"
         elif file.session:
             keys[file.digest] = f"session {file.session}"

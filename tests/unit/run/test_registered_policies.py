@@ -126,7 +126,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         "--host 0.0.0.0", "--host=0.0.0.0", "--hos 0.0.0.0", "--host.x 1", "--port 1", "--uds /x",
         "--model x", "--served-model-name x", "--served_model_name=x", "--lora-modules x=y", "--lora-mod x=y",
         "--middleware x.Y", "--api-key k", "--api_key=k", "--root-path /v1", "--allowed-origins [*]",
-        "--config x.yaml", "--",
+        "--config x.yaml",
     ],
 )  # fmt: skip
 def test_options_that_bypass_the_rules_are_refused(
@@ -136,6 +136,11 @@ def test_options_that_bypass_the_rules_are_refused(
     assert main(["serve", MODEL, "--home", home, "--port", "0", "--vllm", *given]) == 2
     assert "--vllm must not contain --" in capsys.readouterr().err
     assert started == []
+
+
+def test_an_end_of_options_is_refused(home: str) -> None:
+    with pytest.raises(InputError, match="--vllm must not contain --"):
+        serve_command(open_policy(MODEL, home), "127.0.0.1", 8000, ["--", "--host", "0.0.0.0"])
 
 
 def test_other_options_of_vllm_are_passed_on(home: str) -> None:
