@@ -212,7 +212,7 @@ class DataConfig(Section):
                 yield name, index, source
 
 
-Measure = Literal["lengths", "sources", "scripts", "vocabulary", "duplicates", "agreement"]
+Measure = Literal["lengths", "sources", "vocabulary", "agreement"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 Limit = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 DEFAULT_WARNING = 0.1

@@ -119,8 +119,6 @@ class Home:
         self.servers_ports = self.servers / "ports.json"
         """The ports of the servers of `rlhf up` at the last start."""
         self.servers_state = self.servers / "state.json"
-        self.servers_lock = self.servers / "up.lock"
-        """Locked by the `rlhf up` that starts the servers."""
         self.servers_login = self.servers / "login"
         self.supervisor_log = self.servers / "supervisor.log"
 

@@ -36,9 +36,6 @@ BOUNDED = {
     "rlhf_core/rewards/remote.py: task.result()": (
         "its group has ended; each request has the source's timeout"
     ),
-    "rlhf_core/ops/serve_reward/server.py: self._arrived.wait()": (
-        "a server waits for requests until it is cancelled"
-    ),
     "rlhf_core/cluster/mailbox.py: self._replies.get()": "the stage's process ends this one if it ends",
     "rlhf_core/storage/checkpoints.py: self._background_upload[1].result()": (
         "store.retry_seconds bounds each call of the upload"

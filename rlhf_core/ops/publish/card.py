@@ -27,8 +27,6 @@ _LICENSE = re.compile(r"^license:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
 _LICENSES = re.compile(r"^license:[ \t]*\n((?:[ \t]*-[ \t]*[\w.-]+[ \t]*\n)+)", re.MULTILINE)
 _HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
 """Digest of a data set of the hub, with its split."""
-_WEIGHTS, _ARTIFACTS = "Weights: sha256 `", "| stage | key | digest |"
-"""Parts of every card. The block at its beginning can be edited on the hub."""
 _UNKNOWN = "unknown"
 _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
 """Rules whose reason consists of numbers. Others can contain messages of errors, and paths in them."""
@@ -65,8 +63,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         trained_by=policy.trained_by,
         base=base,
         first_base=first_base[0],
-        weights_line=f"{_WEIGHTS}{policy.weights}`.",
-        artifacts_header=_ARTIFACTS,
+        weights=policy.weights,
         artifacts=[
             (stage, tags[f"rlhf.{stage}.key"], tags[f"rlhf.{stage}.digest"][:16])
             for stage in STAGES
@@ -87,11 +84,6 @@ def model_card(policy: RegisteredPolicy) -> str:
         problems=endless_models(evaluation.get("eos_rate", {})),
     )
     return scrubbed(str(card)) + "\n"
-
-
-def is_model_card(text: str) -> bool:
-    """Return whether `model_card` has written a card, which may have been edited since."""
-    return _WEIGHTS in text and _ARTIFACTS in text
 
 
 def _judge(evaluation: Mapping[str, Any]) -> str:

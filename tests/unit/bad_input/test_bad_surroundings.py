@@ -376,52 +376,6 @@ def test_an_argument_that_cannot_work_gives_one_message(
     assert [word for word in words if word not in message] == [], message
 
 
-PLANTED = (
-    "queue",
-    "argparse",
-    "logging",
-    "secrets",
-    "subprocess",
-    "socket",
-    "yaml",
-    "pydantic",
-    "rlhf_core",
-    "psutil",
-)
-
-
-@pytest.mark.parametrize("variable", [":", ".", "folder/..:", "{absolute}:"])
-def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it(
-    tmp_path: Path, variable: str
-) -> None:
-    """The installed command, and what it starts. With `:` Python looks there before its own library."""
-    folder, ran = tmp_path / "typed", tmp_path / "ran"
-    (folder / "folder").mkdir(parents=True)
-    for name in PLANTED:
-        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
-    environment = {**os.environ, "PYTHONPATH": variable.format(absolute=tmp_path)}
-    script = str(Path(sys.executable).parent / "rlhf")
-    for command in ([script, "status"], [script, "plan", "c.yaml"]):
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == {"status": 0, "plan": 2}[command[1]], done.stderr
-    code = (
-        "import rlhf_cli, os, subprocess, sys; print(os.environ.get('PYTHONPATH')); "
-        "subprocess.run([sys.executable, '-P', '-c', 'import queue, secrets'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == ("None\n" if "{" not in variable else f"{tmp_path}\n")
-    assert not ran.exists(), ran.read_text()
-
-
 def test_a_home_that_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
     environment = {"PYTHONIOENCODING": "ascii"}
     done = outside(tmp_path, "status", "--home", "hé", env=environment, stdout=subprocess.PIPE)
@@ -445,15 +399,6 @@ def test_a_closed_output_is_no_traceback(tmp_path: Path) -> None:
     os.close(write)
     assert done.stderr == ""
     assert done.returncode == 0
-
-
-def test_a_working_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -P -m rlhf_cli.main run c.yaml"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: the working folder does not exist any more")
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

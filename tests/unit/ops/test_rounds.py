@@ -17,7 +17,7 @@ from rich.console import Console
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import GateFailed, InputError
-from rlhf_core.ops.rounds.rounds import round_overrides, rounds_table, run_rounds
+from rlhf_core.ops.rounds import round_overrides, rounds_table, run_rounds
 
 DEMO = "deployments/configs/demo.yaml"
 KEYS = ("a" * 16, "b" * 16, "c" * 16)

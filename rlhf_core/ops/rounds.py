@@ -17,7 +17,6 @@ one is continued. Held-out prompts are the same in all rounds.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.register import SampleConfig
-from rlhf_core.errors import GateFailed, InputError, RLHFError, VotesNeeded, checking
+from rlhf_core.errors import GateFailed, InputError, VotesNeeded, checking
 from rlhf_core.evaluation.measures import MEASURES, MODELS
 from rlhf_core.ops.api import run_pipeline
 from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
-from rlhf_core.ops.review.record import Review, open_review, votes_command
+from rlhf_core.ops.review.record import open_review, votes_command
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check
 from rlhf_core.run.references import resolve_kept
-from rlhf_core.system.files import write_jsonl
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -176,8 +174,7 @@ def _source(field: str, path: str, judge: str) -> list[str]:
 
 
 def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any]) -> Path:
-    """Write the labels of people about the samples of a finished round (`Review.labels`) and return the file:
-    {folder of the run}/review/labels-<digest of the rows>.jsonl.
+    """Write the labels of people about the samples of a finished round (`Review.rows`), and return the file.
 
     Args:
         config: The configuration of the rounds.
@@ -190,8 +187,8 @@ def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any
         InputError: The round has no pair of answers that people could compare.
         CorruptArtifact: The answers are damaged.
     """
-    review = _review(config, summary)
-    rows = review.labels()
+    review = open_review(summary["run"], config.run.home, "sample", config.store.endpoint)
+    rows = review.rows()
     if not rows:
         page, shown = review.write_page(None)
         command = votes_command(review.name, config.run.home, "sample", config.store.endpoint)
@@ -200,34 +197,13 @@ def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any
             f" {page} in a browser, vote and save the votes, run `{command}`, and start the"
             " rounds again in the same way"
         )
-    file = review.folder / f"labels-{hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:8]}.jsonl"
-    write_jsonl(file, rows)
-    return file
+    return review.write_rows(rows)
 
 
-def number_of_rows(config: PipelineConfig, summary: Mapping[str, Any]) -> int | None:
-    """Return the number of rows that the votes on the samples of a finished round give; None if there are no
-    rows, or if it cannot be found out.
-    """
-    try:
-        return len(_review(config, summary).labels()) or None
-    except RLHFError:
-        return None
-
-
-def _review(config: PipelineConfig, summary: Mapping[str, Any]) -> Review:
-    return open_review(summary["run"], config.run.home, "sample", config.store.endpoint)
-
-
-def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | None] | None = None) -> Table:
+def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     """Return one line per round: its scores, its win rate and its new rows.
 
     The scores of rounds that end with the stage `sample` are those of its answers to training prompts.
-
-    Args:
-        summaries: Summaries of the rounds.
-        labels: With `sample.judge: people`, the number of rows of the votes on each round, which are both
-            pairs and demonstrations; None if it is not known.
     """
     from rich.table import Table
 
@@ -238,8 +214,6 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]], labels: Sequence[int | 
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for number, summary in enumerate(summaries, start=1):
         rows = summary["sample"]
-        if labels is not None:
-            rows = dict.fromkeys(("pairs", "best"), labels[number - 1] or "-")
         values = [values[number - 1] for values in columns.values()]
         table.add_row(str(number), *values, str(rows["pairs"]), str(rows["best"]), summary["run"])
     return table
