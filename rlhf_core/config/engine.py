@@ -108,7 +108,7 @@ class EngineConfig(Section):
 class WeightSyncConfig(Section):
     """Transfer of weights from the training ranks to the engines."""
 
-    backend: Literal["auto", "gloo", "nccl", "ipc", "nccl_m2n"] = result(
+    backend: Literal["auto", "gloo", "nccl", "ipc"] = result(
         "auto",
         "`auto`: gloo on CPU, ipc when policy and engines share GPUs, otherwise nccl, or gloo where torch was"
         " built without NCCL",

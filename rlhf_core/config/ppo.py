@@ -670,9 +670,9 @@ class PPOConfig(PackedSection):
                 "ppo.weight_sync.backend=ipc needs engines that share GPUs with the policy, but with"
                 f" ppo.colocate={self.colocate} they do not share them; use auto"
             )
-        if backend in ("nccl", "nccl_m2n") and self.colocate == "all":
+        if backend == "nccl" and self.colocate == "all":
             raise ValueError(
-                f"ppo.weight_sync.backend={backend} needs engines that do not share GPUs with the policy, but"
+                "ppo.weight_sync.backend=nccl needs engines that do not share GPUs with the policy, but"
                 " with ppo.colocate=all they share them; use auto"
             )
         return self

@@ -12,7 +12,7 @@ import logging
 import math
 import pickle
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -300,14 +300,13 @@ class TrainingEngine:
             and all(self._in_files(group) is group for group in self._weight_layout(None))
         )
 
-    def shards(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the sharded weights in the order of `weights`: of those in `names` the elements that this
-        rank holds, (elements,), the others as a whole, for which this is a collective operation.
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the elements of the sharded weights that this rank holds, (elements,), in the order of
+        `weights`.
         """
         for group in self._gather_groups():
-            with self._gathered([parameter for name, parameter in group if name not in names]):
-                for name, parameter in group:
-                    yield name, self._shard(parameter) if name in names else parameter.detach()
+            for name, parameter in group:
+                yield name, self._shard(parameter)
 
     def _shard(self, parameter: Any) -> torch.Tensor:
         # The last shards are padded beyond the end of the tensor.

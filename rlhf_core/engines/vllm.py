@@ -74,7 +74,7 @@ class Engine:
             device: "cpu" or "cuda".
             max_model_len: Tokens of a prompt and its response, at most.
             seed: Seed of vLLM. Each request has its own seed.
-            weight_transfer: Backend of weight sync: gloo, nccl, ipc, nccl_m2n; "files" for `load_weights`.
+            weight_transfer: Backend of weight sync: gloo, nccl, ipc; "files" for `load_weights`.
             adapter_rank: If the updated weights are those of an adapter on `model`, its rank.
             head_dtype: Precision of the logits. With "float32" they are not rounded.
             sleep_level: On a GPU, whether the engine can `sleep`, and how.

@@ -29,7 +29,7 @@ class TransportConfig:
     """How weights get from the trainers to the engines."""
 
     backend: str
-    """"gloo", "nccl", "ipc" or "nccl_m2n"."""
+    """"gloo", "nccl" or "ipc"."""
     senders: Mapping[int, tuple[str, int]]
     """Address and port of each policy rank that sends, by rank; rank 0 is the first."""
     engines: tuple[str, ...]

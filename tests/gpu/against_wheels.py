@@ -161,7 +161,7 @@ def check_engine() -> Iterator[str]:
 
 def _kinds_of_engines() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for dtype, eager, backend in itertools.product(
-        ("bfloat16", "float32"), (True, False), ("ipc", "nccl", "nccl_m2n", "gloo")
+        ("bfloat16", "float32"), (True, False), ("ipc", "nccl", "gloo")
     ):
         settings = {"dtype": dtype, "enforce_eager": eager}
         yield settings, {"weight_transfer": backend}

@@ -44,7 +44,7 @@ class EngineActor(Actor):
             config_json: The whole configuration.
             model: Folder of the model in Hugging Face layout.
             device: "cpu" or "cuda".
-            backend: Backend of the weight sync: "gloo", "nccl", "ipc" or "nccl_m2n".
+            backend: Backend of the weight sync: "gloo", "nccl" or "ipc".
         """
         super().__init__(participant)
         self._index = index
@@ -229,8 +229,6 @@ class EngineActor(Actor):
         offset = init_info.get("rank_offset")
         if self._backend == "gloo":
             init_info = {**init_info, "routes": [paths[position] for paths in init_info["routes"]]}
-        elif self._backend == "nccl_m2n":
-            init_info = {**init_info, "position": position}
         elif offset is not None:
             workers_before = position * self._config.ppo.engine.tensor_parallel
             init_info = {**init_info, "rank_offset": offset + workers_before}

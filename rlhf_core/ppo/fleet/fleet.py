@@ -518,10 +518,8 @@ class Fleet:
 
     @property
     def sync_backend(self) -> str:
-        """ "gloo", "nccl", "ipc" or "nccl_m2n"."""
+        """ "gloo", "nccl" or "ipc"."""
         wanted = self._config.ppo.weight_sync.backend
-        if wanted == "nccl_m2n" and self._config.ppo.policy_deepspeed.ranks == 1:
-            return "nccl"
         if wanted != "auto":
             return wanted
         if self._device == "cpu":
@@ -547,7 +545,7 @@ class Fleet:
                 sending = self.groups["policy"].call(ModelWorker.send_weights, version)
                 report = self.wait(sending, what)[0]
             except InfrastructureError as error:
-                if self.sync_backend in ("nccl", "nccl_m2n"):
+                if self.sync_backend == "nccl":
                     # A rank of the policy may wait in a broadcast to a dead engine, which nothing ends: new
                     # engines could not connect to it. The next attempt continues from the checkpoint.
                     raise
@@ -578,9 +576,7 @@ class Fleet:
         """Let the policy ranks that will send weights listen. Return address and port of each by rank."""
         policy = self.groups["policy"]
         wanted = self._config.ppo.weight_sync.senders
-        if self.sync_backend == "nccl_m2n":
-            senders = policy.ranks
-        elif self.sync_backend != "gloo":
+        if self.sync_backend != "gloo":
             # NCCL uses the address of rank 0 with a port of its own, and IPC neither.
             senders = 1
         elif wanted == "auto":

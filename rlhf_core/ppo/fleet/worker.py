@@ -390,7 +390,7 @@ class ModelWorker(ListeningActor):
         """Prepare weight sync to `engines`. This is a collective operation of the policy ranks.
 
         Args:
-            backend: "gloo", "nccl", "ipc" or "nccl_m2n".
+            backend: "gloo", "nccl" or "ipc".
             senders: What `listen` returned on the policy ranks that send, by rank.
             engines: All engines of the run.
             hosts: Address of each engine.
@@ -399,7 +399,6 @@ class ModelWorker(ListeningActor):
         from rlhf_core.models.policy import DTYPES
         from rlhf_core.weight_sync.sender import WeightSender
         from rlhf_core.weight_sync.transport import TransportConfig
-        from rlhf_core.weight_sync.vllm_transport import row_blocks
         from rlhf_core.weight_sync.wire import TensorSpec
 
         policy = self._models["policy"]
@@ -412,13 +411,10 @@ class ModelWorker(ListeningActor):
         dtype = DTYPES[ppo.engine.dtype]
         specs = [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)]
         weights = policy.adapter if adapter else policy.weights
-        sharded: frozenset[str] = frozenset()
         # With fewer senders, nobody would send the shards of the other ranks.
-        every_rank_sends = len(senders) == self._rank.world_size
-        if every_rank_sends and len(senders) > 1 and policy.is_sharded:
-            every = frozenset(spec.name for spec in specs)
-            sharded = every if backend == "gloo" else row_blocks(specs, len(senders))
-            weights = partial(policy.shards, sharded)
+        sharded = 1 < len(senders) == self._rank.world_size and policy.is_sharded
+        if sharded:
+            weights = policy.shards
         self._sender = WeightSender(
             weights,
             specs,

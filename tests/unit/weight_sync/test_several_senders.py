@@ -136,7 +136,7 @@ def start_senders(
             rank,
             transport,
             listener=listeners[rank],
-            sharded=WEIGHTS if sharded else (),
+            sharded=sharded,
         )
 
     return pool, list(pool.map(connect, range(senders)))
