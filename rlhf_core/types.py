@@ -17,9 +17,6 @@ from rlhf_core.system.stopping import StopRequest
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of a response to it."""
 
-VersionSpans = tuple[tuple[int, int], ...]
-"""First token and policy version of each part of a response, ascending; empty if one version sampled all."""
-
 CHECKPOINTS = "checkpoints"
 """Folder of the store with the checkpoints of all stages."""
 
@@ -136,9 +133,7 @@ class Rollout:
     finished: bool
     """True if the policy ended with EOS, False if the length limit cut it."""
     policy_version: int
-    """Step whose weights sampled it, or its first token, which has the oldest version."""
-    spans: VersionSpans = ()
-    """Spans of the policy versions, if several sampled it."""
+    """Step whose weights sampled it."""
 
 
 @dataclass(frozen=True)

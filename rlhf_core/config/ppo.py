@@ -79,9 +79,8 @@ class PPOConfig(PackedSection):
         0,
         "0: each step is sampled with the weights of the step before. 1: the engines sample the next step"
         " while the present one is scored and trained, with weights that are one step older. n: weights are"
-        " at most n steps older, and the engines sample n batches between two weight syncs (with"
-        " `weight_sync.keep_requests` there is one after every step). `importance` corrects for them. For"
-        " engines with devices of their own, or CPUs with idle cores",
+        " at most n steps older, and the engines sample n batches between two weight syncs. `importance`"
+        " corrects for them. For engines with devices of their own, or CPUs with idle cores",
         within=Range(0, 16, "the rollouts of so many steps are in memory and in checkpoints"),
         later=True,
     )
@@ -398,7 +397,7 @@ class PPOConfig(PackedSection):
     @property
     def sync_every(self) -> int:
         """Steps from one weight sync to the next."""
-        return 1 if self.weight_sync.keep_requests else max(1, self.staleness)
+        return max(1, self.staleness)
 
     @property
     def eos_penalty(self) -> float:

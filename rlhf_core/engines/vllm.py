@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -18,7 +17,7 @@ from rlhf_core.engines.sampled_logprobs import take_logprobs
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, WeightSyncError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PromptExample, Rollout, VersionSpans
+from rlhf_core.types import PromptExample, Rollout
 
 CPU_TOKENS_PER_STEP = 4096
 """Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
@@ -126,8 +125,6 @@ class Engine:
                 **options,
             )
 
-        self._kept: dict[str, PromptExample] = {}  # of the requests of `begin` that are not finished
-        self._ended: dict[str, list[Rollout]] = {}  # responses to them that `advance` has not returned
         self._prefix_caching = engine.prefix_caching
         self._max_num_seqs = engine.max_num_seqs
         self.steps = 0
@@ -154,16 +151,6 @@ class Engine:
             adapter: The number with which `SyncExtension.load_adapter` loaded the adapter.
             options: See `SamplingOptions`.
         """
-        if self._kept:
-            # `LLM.generate` would return the responses to the kept requests too.
-            left = zip(prompts, seeds, strict=True)
-            groups = self.generate_from(
-                lambda most: list(islice(left, most)),
-                policy_version=policy_version,
-                adapter=adapter,
-                **options,
-            )
-            return [rollout for group in groups for rollout in group]
         outputs = self.llm.generate(
             [_tokens(prompt) for prompt in prompts],
             [self._parameters(seed, options) for seed in seeds],
@@ -212,7 +199,8 @@ class Engine:
             # With several processes, a step without requests would wait for ever.
             if len(sampled) == len(prompts):
                 continue
-            for output in self._step():
+            # `enqueue` asks for final outputs, so each one has all samples of its prompt.
+            for output in self.llm.llm_engine.step():
                 i = index[output.request_id]
                 sampled[i] = _rollouts(prompts[i], output, policy_version)
         return [sampled[i] for i in range(len(prompts))]
@@ -229,62 +217,6 @@ class Engine:
         )
         # vLLM adds a random part to the number of the request: 7-1c9e04f2.
         return [number.partition("-")[0] for number in numbers]
-
-    def _step(self) -> list[Any]:
-        """Make one step, and return what is finished and not kept.
-
-        `enqueue` asks for final outputs, so each one has all samples of its prompt.
-        """
-        outputs = []
-        for output in self.llm.llm_engine.step():
-            prompt = self._kept.pop(output.request_id, None)
-            if prompt is None:
-                outputs.append(output)
-            else:
-                self._ended[output.request_id] = _rollouts(prompt, output, None)
-        return outputs
-
-    # -- requests that are kept during weight updates --
-
-    @property
-    def kept(self) -> int:
-        """Number of the prompts of `begin` that are not finished."""
-        return len(self._kept)
-
-    def begin(
-        self, prompts: Sequence[tuple[PromptExample, int]], **options: Unpack[SamplingOptions]
-    ) -> list[str]:
-        """Begin to sample responses to each prompt with its seed, and return a name for each prompt.
-
-        The requests stay alive during weight updates.
-        """
-        names = self._enqueue(prompts, None, options)
-        self._kept.update(zip(names, (prompt for prompt, _ in prompts), strict=True))
-        return names
-
-    def advance(self) -> dict[str, list[Rollout]]:
-        """Sample one more token of each response, and return the responses to the prompts that are finished.
-
-        vLLM labels each token with the version of the weights (`finish_weight_update`).
-        """
-        # With several processes, a step without requests would wait for ever.
-        if self._kept:
-            self._step()
-        ended, self._ended = self._ended, {}
-        return ended
-
-    def pause(self) -> None:
-        """Stop sampling before a weight update. The requests of `begin` and their KV cache stay."""
-        self.llm.sleep(level=0, mode="keep")
-        # In this process, vLLM may have a step on the device that was not read. It would be labelled with the
-        # new version. With several processes, vLLM reads it before `sleep` returns.
-        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
-        while core is not None and core.batch_queue:
-            self._step()
-
-    def resume(self) -> None:
-        """Sample again after a weight update."""
-        self.llm.wake_up(tags=["scheduling"])
 
     def _parameters(self, seed: int, options: SamplingOptions) -> Any:
         from vllm import SamplingParams
@@ -397,15 +329,10 @@ def _adapter(number: int | None) -> Any:
     return None if number is None else LoRARequest(f"policy-{number}", number, "not-synced")
 
 
-def _rollouts(prompt: PromptExample, output: Any, policy_version: int | None) -> list[Rollout]:
-    """Return the samples of a finished request in order. None: vLLM's labels are the policy versions."""
+def _rollouts(prompt: PromptExample, output: Any, policy_version: int) -> list[Rollout]:
+    """Return the samples of a finished request in order."""
     rollouts = []
     for sample in sorted(output.outputs, key=lambda sample: sample.index):
-        version = policy_version
-        spans: VersionSpans = ()
-        if version is None:
-            spans = tuple((span.start, int(span.version)) for span in sample.weight_versions)
-            version = spans[0][1]
         rollout = Rollout(
             prompt_id=prompt.prompt_id,
             sample_index=sample.index,
@@ -413,8 +340,7 @@ def _rollouts(prompt: PromptExample, output: Any, policy_version: int | None) ->
             response_ids=tuple(sample.token_ids),
             rollout_logprobs=tuple(sample.logprobs.logprobs),
             finished=sample.finish_reason == "stop",
-            policy_version=version,
-            spans=spans if len(spans) > 1 else (),
+            policy_version=policy_version,
         )
         rollouts.append(rollout)
     return rollouts

@@ -223,8 +223,7 @@ class PPOController:
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
-        if batch.has_one_version:
-            self._record_score(experience.metrics, batch.version)
+        self._record_score(experience.metrics, batch.version)
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
@@ -337,9 +336,6 @@ class PPOController:
         )
         if ppo.staleness:
             experience.metrics["rollout/staleness"] = float(self.completed_steps - batch.version)
-        if ppo.weight_sync.keep_requests:
-            experience.metrics["rollout/token_staleness"] = batch.token_staleness(self.completed_steps)
-            experience.metrics["rollout/mixed_versions"] = len(batch.spans) / len(batch)
         kl = experience.metrics["objective/kl"]
         experience.metrics.update(reward_metrics(ppo, batch, batch.rewards, kl))
         return experience
@@ -437,8 +433,6 @@ class PPOController:
                     "finished": bool(batch.finished_B[row]),
                 }
             )
-            if self._ppo.weight_sync.keep_requests:
-                rows[-1]["versions"] = json.dumps(batch.spans_of(row))
         self._context.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self) -> None:

@@ -26,7 +26,7 @@ from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.placement import Placement, assign
-from rlhf_core.ppo.fleet.prompt_queue import KeptRequests, PromptQueue
+from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.reward_actor import RewardActor
 from rlhf_core.ppo.training.batch import RolloutColumns
@@ -225,11 +225,10 @@ class ScriptedEngineActor(EngineActor):
         self._version = -1
         self._adapter_config = None
         self._index = index
-        self._kept = KeptRequests(engine, most=2, ask_seconds=0.0)
 
     def receive(self, version: int) -> None:
         """Hold the weights of policy `version`."""
-        self._version = self._engine.weight_version = version
+        self._version = version
 
     @override
     def load(self) -> None:
@@ -250,8 +249,6 @@ class ScriptedQueue(PromptQueue):
         self.counters = Counter()
         self._left = {}
         self._share = {}
-        self._given = {}
-        self._paused = False
 
 
 class ScriptedRewards(RewardActor):

@@ -13,7 +13,7 @@ from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
-from rlhf_core.ppo.fleet.prompt_queue import KeptRequests, PromptQueue
+from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
 from rlhf_core.ppo.training.batch import RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -55,7 +55,6 @@ class EngineActor(Actor):
         self._version = -1
         """Policy version that was acknowledged last; -1 before the first sync."""
         self._adapter_config: dict[str, Any] | None = None
-        self._kept: KeptRequests | None = None
 
     @rpc("start")
     def load(self) -> None:
@@ -75,8 +74,6 @@ class EngineActor(Actor):
             head_dtype=config.model.head_dtype,
             sleep_level=config.ppo.engine.sleep_level,
         )
-        if config.ppo.weight_sync.keep_requests:
-            self._kept = KeptRequests(self._engine, config.ppo.engine.max_num_seqs)
         # Two tokens now, so that lazy initialization does not slow down the first rollout.
         prompt = PromptExample("warm-up", "", (0,))
         self._engine.generate([prompt], n=1, max_new_tokens=2, temperature=1.0, seeds=[0], policy_version=-1)
@@ -157,44 +154,6 @@ class EngineActor(Actor):
         """Number of the adapter that the requests use; None without one."""
         return None if self._adapter_config is None else _adapter_number(self._version)
 
-    @rpc()
-    def open_batch(
-        self, batch: int, prompts: Sequence[PromptExample], seeds: Sequence[int], oldest: int
-    ) -> None:
-        """Hold the prompts of a batch, from which `sample_kept` takes. Batches before `oldest` are over."""
-        assert self._kept is not None, "ppo.weight_sync.keep_requests"
-        self._kept.open(batch, prompts, seeds, oldest)
-
-    @rpc()
-    def sample_kept(
-        self,
-        queue: RemoteActor[PromptQueue],
-        batch: int,
-        parts: int,
-        **options: Unpack[SamplingOptions],
-    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
-        """Sample the prompts of a batch that this engine takes from a queue, until they are finished or the
-        queue is paused (`rlhf_core.ppo.fleet.prompt_queue`).
-
-        Args:
-            queue: Gives numbers of the prompts of all batches that are open.
-            batch: Number of the batch.
-            parts: Number of chunks.
-            options: See `SamplingOptions`.
-
-        Returns:
-            As `sample_from`, of the prompts of this batch that are finished and were not returned before.
-        """
-        failpoint("engine.generate")
-        assert self._kept is not None, "ppo.weight_sync.keep_requests"
-        finished = self._kept.sample(
-            batch,
-            lambda most: self._ask(queue.call(PromptQueue.give, self._index, most)),
-            **options,
-        )
-        self.counters["decode_steps"] = self._engine.steps
-        return _in_parts(list(finished), list(finished.values()), parts, options["n"])
-
     def _ask(self, call: Pending[R]) -> R:
         """Return the answer of the queue."""
         try:
@@ -242,8 +201,6 @@ class EngineActor(Actor):
     @rpc("sync")
     def start_weight_update(self) -> None:
         """Prepare the model for new weights."""
-        if self._kept is not None:
-            self._engine.pause()
         self._engine.llm.start_weight_update()
 
     @rpc("sync")
@@ -259,8 +216,6 @@ class EngineActor(Actor):
         self._engine.forget_prefixes()
         if self._adapter_config is None:
             llm.finish_weight_update(weight_version)
-            if self._kept is not None:
-                self._engine.resume()
             return
         # This removes all adapters from the engine, so the version must be set after the new one is loaded.
         llm.finish_weight_update()

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.rewards.compose import RewardBatch
-from rlhf_core.types import PromptExample, Rollout, VersionSpans
+from rlhf_core.types import PromptExample, Rollout
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -75,21 +75,11 @@ class RolloutHeader:
     """Tokens of each response."""
     finished: NDArray[np.bool_]
     versions: Indices
-    """Policy version that sampled the first token of each response."""
-    spans: Mapping[int, VersionSpans] = field(default_factory=dict)
-    """Spans of the rows that several policy versions sampled."""
-
-    @property
-    def all_versions(self) -> set[int]:
-        """Every policy version that sampled a token."""
-        return {*self.versions.tolist(), *(version for spans in self.spans.values() for _, version in spans)}
+    """Policy version that sampled each response."""
 
     def rows(self, start: int, end: int) -> RolloutHeader:
         """Return the header of some rows."""
-        spans = {row - start: spans for row, spans in self.spans.items() if start <= row < end}
-        return RolloutHeader(
-            self.lengths[start:end], self.finished[start:end], self.versions[start:end], spans
-        )
+        return RolloutHeader(self.lengths[start:end], self.finished[start:end], self.versions[start:end])
 
 
 @dataclass(frozen=True)
@@ -163,7 +153,6 @@ def header_of(rollouts: Sequence[Rollout]) -> RolloutHeader:
         np.array([len(rollout.response_ids) for rollout in rollouts], np.int32),
         np.array([rollout.finished for rollout in rollouts], np.bool_),
         np.array([rollout.policy_version for rollout in rollouts], np.int64),
-        {row: rollout.spans for row, rollout in enumerate(rollouts) if rollout.spans},
     )
 
 
@@ -223,11 +212,7 @@ class RolloutBatch:
     from_cache: bool = False
     """Whether an earlier attempt sampled the batch."""
     version: int = 0
-    """Policy version that sampled all responses; with `ppo.weight_sync.keep_requests` the oldest one."""
-    versions_B: Indices | None = None
-    """Policy version that sampled the first token of each response; None if the batch was read from files."""
-    spans: Mapping[int, VersionSpans] = field(default_factory=dict)
-    """Spans of the responses that several policy versions sampled."""
+    """Policy version that sampled all responses."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)
     """Distribution over ranks by their number, once it is computed (`ppo.fleet.routes`)."""
     number: int = field(default_factory=_numbers.__next__)
@@ -250,26 +235,6 @@ class RolloutBatch:
     def token_bytes(self) -> int:
         """Approximate size of the tokens: an id and a log-probability each."""
         return int(4 * self.prompt_lengths_B.sum() + 8 * self.lengths_B.sum())
-
-    @property
-    def has_one_version(self) -> bool:
-        """Whether one policy version sampled all tokens."""
-        return not self.spans and (self.versions_B is None or bool((self.versions_B == self.version).all()))
-
-    def spans_of(self, row: int) -> VersionSpans:
-        """Return first token and policy version of each part of a response."""
-        first = self.version if self.versions_B is None else int(self.versions_B[row])
-        return self.spans.get(row) or ((0, first),)
-
-    def token_staleness(self, version: int) -> float:
-        """Return the mean over all tokens of the number of versions that they are older than `version`."""
-        behind = 0
-        for row, length in enumerate(self.lengths_B.tolist()):
-            spans = self.spans_of(row)
-            ends = [*(start for start, _ in spans[1:]), length]
-            for (start, sampled_by), end in zip(spans, ends, strict=True):
-                behind += (version - sampled_by) * (end - start)
-        return behind / int(self.lengths_B.sum())
 
     def first(self, count: int) -> RolloutBatch:
         """Return the batch of the first `count` responses."""

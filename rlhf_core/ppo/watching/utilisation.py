@@ -31,7 +31,7 @@ from rlhf_core.weight_sync.sender import SyncReport
 Metrics = dict[str, float]
 Counters = Mapping[str, float]
 
-_SAMPLING = ("sample", "sample_from", "sample_kept")
+_SAMPLING = ("sample", "sample_from")
 _SCORING = ("logprobs", "values", "scores", "make_experience")
 _TRAINING = ("update_policy", "update_critic")
 _SYNC = ("send_weights", "start_weight_update", "update_weights", "finish_weight_update", "acknowledge")
