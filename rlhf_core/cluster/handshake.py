@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.cluster.disk_space import space_of, space_problem
-from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
+from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, fetch, ready
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import uses_gpu

@@ -23,13 +23,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from rlhf_core.cluster.agent import MARK, NodeAgent, Started, mark_text
+from rlhf_core.cluster.agent import (
+    MARK,
+    POLL_SECONDS,
+    Host,
+    HostCall,
+    NodeAgent,
+    Started,
+    await_calls,
+    mark_text,
+    of_host,
+)
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.disk_space import space_of, space_problem
-from rlhf_core.cluster.other_host import POLL_SECONDS, Host, HostCall, await_calls, of_host
-from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
+from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import RemoteActor, fetch
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig

@@ -23,8 +23,7 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
-from rlhf_core.weight_sync.files import are_interchangeable, folder_checksums
-from rlhf_core.weight_sync.wire import Acknowledgement, verify
+from rlhf_core.weight_sync.wire import Acknowledgement, are_interchangeable, folder_checksums, verify
 
 if TYPE_CHECKING:
     from rlhf_core.engines.vllm import Engine

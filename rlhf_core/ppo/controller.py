@@ -43,9 +43,8 @@ from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.worker import ModelWorker
-from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_responses, reward_metrics
-from rlhf_core.ppo.sampling.schedule import rollouts_of
+from rlhf_core.ppo.sampling.schedule import RolloutCache, rollouts_of
 from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rlhf_core.cluster.ray_cluster import RayCluster
+from rlhf_core.cluster.placement import RayCluster
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.actors import LocalObjects, local_actor

@@ -21,7 +21,7 @@ from rlhf_core.engines.vllm import Engine, SamplingOptions
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.files import folder_checksums
+from rlhf_core.weight_sync.wire import folder_checksums
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,10 @@ from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import Group, Role, plan
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import RLHFError, WorkerDied
-from rlhf_core.ppo.fleet.engine_actor import EngineActor
+from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.placement import Placement, assign
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.reward_actor import RewardActor
 from rlhf_core.ppo.training.batch import RolloutColumns

@@ -28,11 +28,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlhf_core.errors import ModelError
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.files import folder_tensors
 from rlhf_core.weight_sync.wire import (
     GlooSource,
     Route,
     TensorSpec,
+    folder_tensors,
     receive_buckets,
     tensor_checksum,
     typed_handles,

@@ -22,8 +22,7 @@ import torch
 from rlhf_core.engines.distributed import rendezvous
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.sender_group import SenderGroup
-from rlhf_core.weight_sync.transport import EngineClient, TransportConfig, Weights
+from rlhf_core.weight_sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
 from rlhf_core.weight_sync.vllm_transport import VllmTransport
 from rlhf_core.weight_sync.wire import (
     GlooSender,

@@ -13,8 +13,7 @@ import torch
 
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.processes import free_port
-from rlhf_core.weight_sync.sender_group import SenderGroup
-from rlhf_core.weight_sync.transport import EngineClient, TransportConfig, Weights
+from rlhf_core.weight_sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
 from rlhf_core.weight_sync.wire import TensorSpec, plain_handles
 
 _FAILED_SECONDS = 5.0

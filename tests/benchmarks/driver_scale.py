@@ -36,8 +36,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from rlhf_core.cluster.agent import Host
 from rlhf_core.cluster.nodes import ClusterNodes
-from rlhf_core.cluster.other_host import Host
 from rlhf_core.cluster.rpc import ActorClient, Pending, RemoteActor
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig

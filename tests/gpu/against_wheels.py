@@ -55,7 +55,7 @@ OBJECTS = {
     (VLLM, "self.llm.llm_engine"): ("vllm.v1.engine.llm_engine", "LLMEngine"),
     (VLLM, "self.llm.llm_engine.engine_core"): ("vllm.v1.engine.core_client", "EngineCoreClient"),
     ("rlhf_core/engines/deepspeed.py", "self.engine"): TRAINER,
-    ("rlhf_core/engines/host_states.py", "engine"): TRAINER,
+    ("rlhf_core/engines/deepspeed.py", "engine"): TRAINER,
 }
 """The class of an object whose methods a file calls, by the file and the object in it."""
 UNDESCRIBED = {"AutoModelForCausalLM.from_config"}

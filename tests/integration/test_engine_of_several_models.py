@@ -26,7 +26,7 @@ from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.files import are_interchangeable
+from rlhf_core.weight_sync.wire import are_interchangeable
 from tests.benchmarks.architectures import tiny_config
 from tests.support.tiny_llama import save_tiny_llama
 

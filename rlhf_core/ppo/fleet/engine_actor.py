@@ -1,5 +1,14 @@
-"""A vLLM engine as a Ray actor, and the client through which policy rank 0 updates the weights of all
-engines.
+"""A vLLM engine as a Ray actor, the queue from which engines take prompts, and the client through which
+policy rank 0 updates the weights of all engines.
+
+With `ppo.engine.dispatch=queue`, engines take prompts while they sample others:
+
+    driver --open--> PromptQueue <--take-- engine 0
+                                 <--take-- engine 1
+
+Every engine has all prompts of a batch, in the same order, and the queue assigns them. An engine asks for as
+many as it has room for. It gets at most an equal share of the batch at once, so that all engines sample the
+same number of prompts if each has room for its share.
 """
 
 from __future__ import annotations
@@ -13,7 +22,6 @@ from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
 from rlhf_core.ppo.training.batch import RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -22,6 +30,30 @@ from rlhf_core.weight_sync.wire import Acknowledgement
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class PromptQueue(Actor):
+    """Gives each number of a batch to one engine."""
+
+    def __init__(self, participant: ParticipantSpec) -> None:
+        """Register the process."""
+        super().__init__(participant)
+        self._left: dict[int, Sequence[int]] = {}
+        self._share: dict[int, int] = {}
+
+    @rpc()
+    def open(self, batch: int, prompts: int, engines: int) -> None:
+        """Begin a batch."""
+        self._left[batch] = range(prompts)
+        self._share[batch] = math.ceil(prompts / engines)
+
+    @rpc()
+    def take(self, batch: int, most: int) -> Sequence[int]:
+        """Return the next numbers of a batch, at most `most`; none if all are taken."""
+        left = self._left[batch]
+        count = min(most, self._share[batch])
+        self._left[batch] = left[count:]
+        return left[:count]
 
 
 class EngineActor(Actor):

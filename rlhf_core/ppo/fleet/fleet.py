@@ -25,7 +25,7 @@ from rlhf_core.config.constants import MAX_AUTO_SENDERS
 from rlhf_core.config.placement import Group, PlacementPlan, Role
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.ppo.fleet.engine_actor import EngineActor
+from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
 from rlhf_core.ppo.fleet.engine_pool import DeviceTurns, EnginePool
 from rlhf_core.ppo.fleet.placement import (
     Placement,
@@ -35,23 +35,26 @@ from rlhf_core.ppo.fleet.placement import (
     start_helper,
     use_gpus,
 )
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
-from rlhf_core.ppo.fleet.routes import ObjectArguments, Sent, SentBatches, places_of, route
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.training.batch import (
     FloatArray,
     ModelScores,
+    ObjectArguments,
     Places,
     RankShare,
     RolloutBatch,
     RolloutColumns,
     RowColumns,
+    Sent,
+    SentBatches,
     in_batch_order,
+    places_of,
+    route,
 )
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
 from rlhf_core.types import Nodes
 from rlhf_core.weight_sync.sender import SyncReport
-from rlhf_core.weight_sync.sender_group import sender_ranks
+from rlhf_core.weight_sync.transport import sender_ranks
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rlhf_core.cluster.connect import on_cluster
-from rlhf_core.cluster.placement import node_ids, reserve
-from rlhf_core.cluster.ray_cluster import RAY_CLUSTER
+from rlhf_core.cluster.placement import RAY_CLUSTER, node_ids, reserve
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan

@@ -362,7 +362,7 @@ class ModelWorker(ListeningActor):
     @rpc("start")
     def offload_states(self) -> None:
         """Move the optimizer states of trained models to host memory."""
-        from rlhf_core.engines.host_states import offload_states
+        from rlhf_core.engines.deepspeed import offload_states
 
         for role, model in self._models.items():
             if role in TRAINED:
@@ -371,7 +371,7 @@ class ModelWorker(ListeningActor):
     @rpc("start")
     def reload_states(self) -> None:
         """Move the optimizer states of trained models back to the device."""
-        from rlhf_core.engines.host_states import reload_states
+        from rlhf_core.engines.deepspeed import reload_states
 
         for role, model in self._models.items():
             if role in TRAINED:

@@ -28,9 +28,8 @@ from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import WeightSyncError, WorkerDied
-from rlhf_core.ppo.fleet.engine_actor import EngineActor
+from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
 from rlhf_core.ppo.fleet.fleet import Fleet
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
 from rlhf_core.ppo.training.batch import (
     FloatArray,
     ModelScores,

@@ -274,7 +274,7 @@ def gpu_metrics(
     and `gpu/memory/<role>`, the largest share of a GPU's memory in use. {} where there are no figures.
 
     Args:
-        work: Counters of the step, of each process by group (`cluster.gpu_usage`).
+        work: Counters of the step, of each process by group (`cluster.rpc.GpuSampler`).
         usage: Usage of each process by group, at the end of the step.
         groups: All groups of ranks.
     """

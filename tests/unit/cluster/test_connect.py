@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.connect import connect
-from rlhf_core.cluster.environment import rank_environment
+from rlhf_core.cluster.connect import connect, rank_environment
 from rlhf_core.config import PipelineConfig
 
 SUBMITTED = {

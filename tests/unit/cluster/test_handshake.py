@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster import handshake
+from rlhf_core.cluster.connect import rank_environment
 from rlhf_core.cluster.disk_space import Space
-from rlhf_core.cluster.environment import rank_environment
 from rlhf_core.cluster.handshake import StoreProbe, compare_versions, report_node
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig

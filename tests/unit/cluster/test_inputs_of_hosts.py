@@ -35,7 +35,7 @@ from rlhf_core.storage.artifacts import (
 from rlhf_core.system.files import header_copy
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
-from rlhf_core.weight_sync.files import are_interchangeable
+from rlhf_core.weight_sync.wire import are_interchangeable
 from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Elsewhere, backend_of, bucket, two_nodes
 

@@ -20,8 +20,7 @@ import torch
 
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.weight_sync.sender import SyncReport, WeightSender
-from rlhf_core.weight_sync.sender_group import sender_ranks
-from rlhf_core.weight_sync.transport import TransportConfig
+from rlhf_core.weight_sync.transport import TransportConfig, sender_ranks
 from rlhf_core.weight_sync.wire import (
     Acknowledgement,
     GlooSource,

@@ -237,8 +237,7 @@ def rank() -> Iterator[Rank]:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_states_moved_to_host_memory_train_to_the_same_bits(stage: Any, rank: Rank, tmp_path: Any) -> None:
-    from rlhf_core.engines.deepspeed import TrainingEngine
-    from rlhf_core.engines.host_states import offload_states, reload_states
+    from rlhf_core.engines.deepspeed import TrainingEngine, offload_states, reload_states
 
     found = []
     for moves in (False, True):

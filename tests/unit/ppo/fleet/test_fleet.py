@@ -30,13 +30,15 @@ from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
 from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
 from rlhf_core.ppo.fleet.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup
 from rlhf_core.ppo.fleet.placement import check_engine_size
-from rlhf_core.ppo.fleet.routes import places_of, reindex, route
 from rlhf_core.ppo.training.batch import (
     Places,
     RolloutBatch,
     RolloutColumns,
     SentShare,
     columns_of,
+    places_of,
+    reindex,
+    route,
     row_columns,
 )
 from rlhf_core.system.overriding import override

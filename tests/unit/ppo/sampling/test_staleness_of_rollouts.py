@@ -36,9 +36,8 @@ from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling, read_responses
-from rlhf_core.ppo.sampling.schedule import RolloutsAhead, rollouts_of
+from rlhf_core.ppo.sampling.schedule import RolloutCache, RolloutsAhead, rollouts_of
 from rlhf_core.ppo.training.batch import RolloutBatch, RolloutColumns, row_columns
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.ppo.watching.step_checks import PROMPTS, TOKENS, SyncCheck

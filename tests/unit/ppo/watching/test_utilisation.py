@@ -25,8 +25,7 @@ from rlhf_core.cluster.rpc import Usage
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group
 from rlhf_core.ppo.fleet.fleet import ENGINES, WorkerGroup
-from rlhf_core.ppo.fleet.routes import route
-from rlhf_core.ppo.training.batch import Places, RolloutBatch
+from rlhf_core.ppo.training.batch import Places, RolloutBatch, route
 from rlhf_core.ppo.watching.utilisation import (
     CoreTimes,
     StepsSinceSync,
