@@ -304,18 +304,13 @@ class PPOController:
         return batch
 
     def score(self, batch: RolloutBatch) -> Experience:
-        """Compute the numbers of all models, the rewards, and the experience."""
-        return self._fleet.retry_after_restart(lambda: self._score(batch), "the scoring")
-
-    def _score(self, batch: RolloutBatch) -> Experience:
         """Compute rewards, log-probabilities and values of the batch, and the experience from them."""
         fleet, ppo = self._fleet, self._ppo
         # All models work at the same time: each call is started before the first one is waited for.
         old = fleet.logprobs("policy", batch, with_entropy=True)
         ref = fleet.logprobs("reference", batch, with_entropy=False)
         values = fleet.values(batch) if ppo.uses_critic else None
-        # Known if a restart of frozen models repeats the scoring: no service is asked twice.
-        if batch.rewards is None:
+        if batch.rewards is None:  # with filtering they are known
             scores = fleet.scores(batch).gather() if "reward" in fleet.groups else None
             with self._timed("rewards"):
                 batch.rewards = self._collector.rewards(batch, scores)

@@ -230,7 +230,7 @@ class ScriptedEngineActor(EngineActor):
         self._version = version
 
     @override
-    def load(self) -> None:
+    def start_engine(self) -> None:
         """Do nothing: the engine is loaded."""
 
     @override
@@ -356,7 +356,7 @@ class ScriptedFleet(Fleet):
         return dict.fromkeys(group.roles, "")
 
     @override
-    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+    def _start_rank(self, group: Group, rank: int) -> RemoteActor[ModelWorker]:
         return scripted_actor(self._ranks[group.roles[0]][rank])
 
     @override

@@ -57,7 +57,7 @@ class PromptQueue(Actor):
 
 
 class EngineActor(Actor):
-    """Engine number `index`. `load` is not part of the constructor, so that its errors keep their class."""
+    """Engine number `index`. The constructor does not start it, so that errors keep their class."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class EngineActor(Actor):
         self._adapter_config: dict[str, Any] | None = None
 
     @rpc("start")
-    def load(self) -> None:
-        """Start the engine."""
+    def start_engine(self) -> None:
+        """Load the model."""
         from rlhf_core.engines.vllm import Engine
 
         config = self._config

@@ -1,18 +1,15 @@
 """The processes of PPO: starts them on Ray by a placement plan, calls them, replaces what can be replaced,
 ends them.
 
-A group with a model that trains is not replaced: if one of its ranks dies or stalls, the attempt fails, and
-the next one continues from the checkpoint. Processes without state of their own are replaced: a group of
-frozen models (reward, reference), whose call is then repeated, actors of rules (`RewardActors`), and engines,
-which serve again after a complete sync.
+A rank is not replaced: if one dies or stalls, the attempt fails, and the next one continues from the
+checkpoint. Engines are replaced, and serve again after a complete sync.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +60,6 @@ A = TypeVar("A", bound=Actor)
 R = TypeVar("R")
 T = TypeVar("T")
 
-FROZEN_RESTARTS = 3
-"""Maximum number of restarts of frozen models for one call."""
 ENGINES = "engines"
 """Name of the engines, where the other names are those of groups."""
 _USAGE_SECONDS = 1.0
@@ -191,8 +186,6 @@ class Fleet:
         self._resources = ExitStack()
         self._connected: list[RemoteActor[EngineActor]] = []
         """Engines to which the policy is connected for weight sync."""
-        self._starts: Counter[str] = Counter()
-        """Starts of each group."""
         self._queues = 0
         """Queues of prompts that were started."""
         self._sent = SentBatches()
@@ -266,9 +259,7 @@ class Fleet:
         return reserve_bundles(self._plan, neighbours, gpus=self._device == "cuda", wait=self.wait)
 
     def _start_group(self, group: Group) -> WorkerGroup:
-        starts_before = self._starts[group.name]
-        self._starts[group.name] += 1
-        workers = [self._start_rank(group, rank, starts_before) for rank in range(group.ranks)]
+        workers = [self._start_rank(group, rank) for rank in range(group.ranks)]
         started = WorkerGroup(group, tuple(workers))
         # The ranks of the reward model also hold the judge, which is no role of the group.
         self.groups.update(dict.fromkeys(self._folders_of(group), started))
@@ -280,18 +271,17 @@ class Fleet:
             folders["judge"] = self._folders["judge"]
         return folders
 
-    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+    def _start_rank(self, group: Group, rank: int) -> RemoteActor[ModelWorker]:
         import ray
 
         options = {
-            # Numbered, because the name of a dead actor is only free after a moment.
-            "name": f"{group.name}-{rank}.{starts_before}",
+            "name": f"{group.name}-{rank}",
             "max_concurrency": 1,
             **environment_option(self._environment()["worker"]),
             **self._placement.rank_options(group, rank),
         }
         config_json = self._config.model_dump_json(by_alias=True)
-        participant = self._participant(_rank_name(group, rank))
+        participant = self._participant(f"{group.name} rank {rank}")
         return RemoteActor(
             ray.remote(ModelWorker)
             .options(**options)
@@ -313,6 +303,7 @@ class Fleet:
             gpus = [self.groups["policy"].workers[rank].call(Actor.visible_gpus) for rank in ranks]
             environment |= use_gpus(self.wait(gpus, f"the ranks of engine {index} to start"))
         options = {
+            # Numbered, because the name of a dead actor is only free after a moment.
             "name": f"engine-{index}.{starts_before}",
             "max_concurrency": 1,
             **environment_option(environment),
@@ -340,7 +331,7 @@ class Fleet:
             address, port = self.wait([first], f"{group.group.name} to start")[0]
             for rank, worker in enumerate(group.workers):
                 loading.append(worker.call(ModelWorker.load, rank, group.ranks, address, port, self._device))
-        starting = [engine.call(EngineActor.load) for engine in engines]
+        starting = [engine.call(EngineActor.start_engine) for engine in engines]
         supported = self.wait([*loading, *starting], "all models to load")[: len(loading)]
         self.packs &= all(supported)
         if groups and self._config.ppo.pack is not False:
@@ -464,49 +455,6 @@ class Fleet:
             batch.routes[group.ranks] = route(batch, group.ranks, tokens, pack=self.packs)
         return group, batch.routes[group.ranks]
 
-    # -- frozen models --
-
-    def retry_after_restart(self, call: Callable[[], T], what: str) -> T:
-        """Return what `call` returns; repeat it after a restart of frozen models that died or stalled.
-
-        The error of `call` is raised if no process is unhealthy, if one of the unhealthy groups trains, or
-        after `FROZEN_RESTARTS` restarts.
-        """
-        for restarts_left in reversed(range(FROZEN_RESTARTS + 1)):
-            try:
-                return call()
-            except InfrastructureError as error:
-                # A rank that failed early does not have the batch.
-                self._sent.forget()
-                unhealthy = self._unhealthy_groups()
-                if not restarts_left or not unhealthy or any(group.trains for group in unhealthy):
-                    raise
-                for group in unhealthy:
-                    log.warning("%s is restarted, and %s is repeated: %s", group.name, what, error)
-                    workers = enumerate(self.groups[group.roles[0]].workers)
-                    self.kill({_rank_name(group, rank): worker for rank, worker in workers})
-                self._load([self._start_group(group) for group in unhealthy])
-        raise AssertionError("the last round raises or returns")
-
-    def _unhealthy_groups(self) -> list[Group]:
-        """Return the groups with a rank that is dead, suspended or stalled, after a call has failed."""
-        names = {participant.name for participant in self._monitor.unhealthy()}
-        dead: list[RemoteActor[Actor]] = []
-        if not names:
-            # Ray also reports processes that ended on other hosts.
-            dead = self._client.dead_actors(self._all_workers())
-        unhealthy = []
-        for workers in self.distinct_groups:
-            for rank, worker in enumerate(workers.workers):
-                if _rank_name(workers.group, rank) in names or worker in dead:
-                    unhealthy.append(workers.group)
-                    break
-        return unhealthy
-
-    def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
-        """End the processes of actors; see `ActorClient.kill`."""
-        self._client.kill(actors)
-
     def forget_prefixes(self, what: str) -> None:
         """Let the serving engines forget the KV cache of the prompts that they were asked. No request may be
         alive. `what` describes the prompts.
@@ -596,7 +544,3 @@ class Fleet:
         if self._local:
             return ["127.0.0.1"] * len(actors)
         return self.wait([actor.call(Actor.address) for actor in actors], "the addresses of hosts")
-
-
-def _rank_name(group: Group, rank: int) -> str:
-    return f"{group.name} rank {rank}"

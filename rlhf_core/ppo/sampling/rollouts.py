@@ -243,9 +243,7 @@ class Collector:
         `model_scores` are the scores of the reward model. If it is used and they are None, it is called here.
         """
         if model_scores is None and "reward" in self._fleet.groups:
-            model_scores = self._fleet.retry_after_restart(
-                lambda: self._fleet.scores(batch).gather(), "the scoring"
-            )
+            model_scores = self._fleet.scores(batch).gather()
         inputs = RewardInputs(self._fleet, batch, self._decode)
         if model_scores is None:
             return self._composer.score(inputs, None)

@@ -351,10 +351,6 @@ class SentBatches:
         self._sent: dict[str, tuple[Sequence[Any], int]] = {}
         """Actors of each group, by its name, and the number of their batch."""
 
-    def forget(self) -> None:
-        """Send everything again: a call has failed."""
-        self._sent.clear()
-
     def arguments(
         self, group: str, actors: Sequence[Any], batch: RolloutBatch, shares: Sequence[RankShare]
     ) -> list[Sent]:
@@ -362,7 +358,7 @@ class SentBatches:
 
         Args:
             group: Name of the group.
-            actors: Its present actors, which are others after a restart.
+            actors: Its actors.
             batch: The batch.
             shares: Its distribution over these ranks.
         """
