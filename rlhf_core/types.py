@@ -232,9 +232,11 @@ class Nodes(Protocol):
     def copies(self) -> Mapping[str, int]:
         """Bytes of the copies of the stage's inputs that each host makes, by their names in its cache."""
 
-    @property
-    def stages(self) -> Collection[StageName]:
-        """The stage and the later ones of its run."""
+    def check(self) -> None:
+        """Compare all nodes of the cluster; to be called when Ray is connected, before `join`.
+
+        Raises ConfigError if a node cannot be used (see `rlhf_core.cluster.handshake`).
+        """
 
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
         """Start an agent on each other host: it fetches the stage's inputs and monitors the processes there.

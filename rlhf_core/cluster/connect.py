@@ -13,9 +13,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.pipeline import runs_on_gpu
+from rlhf_core.config.pipeline import RunConfig, runs_on_gpu
 from rlhf_core.config.placement import plan
 from rlhf_core.errors import ConfigError
 from rlhf_core.storage.s3 import ADDRESS_VARIABLES
@@ -31,7 +30,7 @@ def on_cluster() -> bool:
 def connect(
     processes: int,
     device: str,
-    config: PipelineConfig | None = None,
+    run: RunConfig | None = None,
     nodes: Nodes | None = None,
 ) -> None:
     """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1, unless this process has
@@ -42,12 +41,11 @@ def connect(
     Args:
         processes: Number of actors that a Ray started here has to hold, one CPU each.
         device: "cpu" or "cuda".
-        config: The configuration. If given, all processes on a cluster get its environment, and the nodes are
-            checked.
-        nodes: The other hosts of the stage.
+        run: Section `run`. If given, all processes on a cluster get its environment.
+        nodes: The other hosts of the stage, which are checked.
 
     Raises:
-        ConfigError: The cluster cannot be joined, or its nodes cannot be used (see `check_nodes`).
+        ConfigError: The cluster cannot be joined, or its nodes cannot be used (see `Nodes.check`).
     """
     # No telemetry. Ray leaves CUDA_VISIBLE_DEVICES as it is in processes that have no GPU.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -58,21 +56,19 @@ def connect(
     if not on_cluster():
         _start_on_this_host(processes, device)
     else:
-        _join_cluster({} if config is None else rank_environment(config, device))
+        _join_cluster({} if run is None else rank_environment(run, device))
     if threading.current_thread() is threading.main_thread():
         # Ray replaces the handler by one that ends the process on the spot, with SIGABRT.
         signal.signal(signal.SIGTERM, own_handler)
-    if on_cluster() and config is not None:
-        check_nodes(config, {} if nodes is None else nodes.copies, () if nodes is None else nodes.stages)
+    if on_cluster() and nodes is not None:
+        nodes.check()
 
 
 _FORWARDED = (*ADDRESS_VARIABLES, "RLHF_FAIL", "RLHF_FAIL_TRACE")
 """Variables of this process that other hosts get: where the store is, and the faults of tests."""
 
 
-def rank_environment(
-    config: PipelineConfig, device: str, environ: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+def rank_environment(run: RunConfig, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables of a rank or engine on a cluster. Ray adds them to those of its node.
 
     On this host alone, Ray's processes inherit all variables of the stage. On a cluster they inherit those of
@@ -85,10 +81,10 @@ def rank_environment(
     """
     environment = dict(STAGE_PROCESS)
     environment |= {name: environ[name] for name in _FORWARDED if name in environ}
-    if config.run.threads:
-        environment |= dict.fromkeys(THREAD_VARIABLES, str(config.run.threads))
+    if run.threads:
+        environment |= dict.fromkeys(THREAD_VARIABLES, str(run.threads))
     environment |= WITHOUT_GPU if device == "cpu" else WITH_GPU
-    return environment | config.run.env
+    return environment | run.env
 
 
 _STDERR = 2
@@ -109,7 +105,7 @@ def start_ray(config: PipelineConfig) -> None:
     # Also works if `ray.init` hangs in C++ and holds Python's lock.
     faulthandler.dump_traceback_later(config.run.timeouts.start, exit=True, file=_STDERR)
     try:
-        connect(plan(config.ppo).cores(gpus=False), "cpu", config)
+        connect(plan(config.ppo).cores(gpus=False), "cpu", config.run)
     except Exception:
         ray.shutdown()  # what was started; the fleet starts Ray again, and reports what is wrong
         raise

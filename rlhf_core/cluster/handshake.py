@@ -61,7 +61,7 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
         config: The configuration.
         copies: See `Nodes.copies`. Nodes without GPUs have no ranks of a stage that uses GPUs, and need no
             space for them.
-        stages: See `Nodes.stages`.
+        stages: The stage and the later ones of its run.
 
     Raises:
         ConfigError: Nodes differ from this process, and the message names each of them with its differences;

@@ -213,7 +213,7 @@ def _sample_on_actors(
         context=None if context is None else replace(context, progress=progress),
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
-        config=config,
+        run=config.run,
         monitor=None if context is None else context.monitor,
     )
     results: list[list[list[Rollout]]] = []

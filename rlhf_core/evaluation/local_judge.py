@@ -88,7 +88,7 @@ def ask_local(
         context=context,
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
-        config=config,
+        run=config.run,
         monitor=context.monitor,
     )
     # Question i was in share i modulo the number of engines.

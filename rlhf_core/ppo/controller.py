@@ -36,7 +36,6 @@ from typing import Any, Protocol
 
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.rpc import Pending
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.engines.checkpointing import new_checkpoint
@@ -76,8 +75,7 @@ class PPOController:
     """Runs the PPO loop with a started `Fleet`.
 
     Args:
-        config: The whole configuration.
-        fleet: All other processes.
+        fleet: All other processes. It has the settings of the stage.
         prompts: All prompts of the training split.
         decode: Converts token ids of a response to text.
         composer: Combines the sources of rewards.
@@ -89,7 +87,6 @@ class PPOController:
 
     def __init__(
         self,
-        config: PipelineConfig,
         fleet: Fleet,
         prompts: Sequence[PromptExample],
         decode: Callable[[Sequence[int]], str],
@@ -100,12 +97,13 @@ class PPOController:
         evaluation: PolicyEvaluation | None = None,
         own_advantages: OwnAdvantages | None = None,
     ) -> None:
-        self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
+        settings = fleet.settings
+        self._ppo = ppo = settings.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
         self._context = context
         self._own_advantages = own_advantages
-        seed = derive_seed(config.run.seed, "ppo")
+        seed = derive_seed(settings.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
         cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
         self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector, cache)
@@ -133,10 +131,10 @@ class PPOController:
         self.selection = Selection(ppo)
         """The evaluations so far, and the best version."""
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
-        self._utilisation = Utilisation(config, fleet)
+        self._utilisation = Utilisation(settings, fleet)
         self._steps_since_sync = StepsSinceSync()
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
-        self._advice = Advice(config.ppo, fleet.device)
+        self._advice = Advice(settings.ppo, fleet.device)
         self._checkpoint_seconds = 0.0
         """Duration of the last checkpoint, in seconds."""
         self._last_batch: RolloutBatch | None = None

@@ -19,7 +19,7 @@ from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.config.placement import Group, Role, plan
+from rlhf_core.config.placement import Group, PPOSettings, Role
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import RLHFError, WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
@@ -183,7 +183,7 @@ class ScriptedRank(ModelWorker):
         # Not the constructor of the base class, which registers the process.
         self.participant = _participant("scripted rank")
         self.counters = Counter()
-        self._config = config or PipelineConfig()
+        self._settings = PPOSettings.of(config or PipelineConfig())
         self._rank = Rank()
         self._models = dict(models or {})
         self._members = []
@@ -219,7 +219,7 @@ class ScriptedEngineActor(EngineActor):
         # Not the constructor of the base class, which registers the process.
         self.participant = _participant("scripted engine")
         self.counters = Counter()
-        self._config = PipelineConfig()
+        self._settings = PPOSettings.of(PipelineConfig())
         self._engine = engine
         self._version = -1
         self._adapter_config = None
@@ -235,7 +235,7 @@ class ScriptedEngineActor(EngineActor):
 
     @override
     def _fetch(self, call: Pending[R]) -> R:
-        [result] = ScriptedActorClient().fetch([call], self._config.run.timeouts.sync)
+        [result] = ScriptedActorClient().fetch([call], self._settings.run.timeouts.sync)
         return result
 
 
@@ -307,7 +307,7 @@ class ScriptedFleet(Fleet):
         device: str = "cpu",
     ) -> None:
         config = config or PipelineConfig()
-        super().__init__(config, plan(config.ppo), device, folders={}, pad_id=0)
+        super().__init__(PPOSettings.of(config), device, folders={}, pad_id=0)
         self._client = self.client = ScriptedActorClient(config.run.timeouts)
         self._monitor = self.client.monitor
         self._ranks = dict(ranks or {})
@@ -332,7 +332,7 @@ class ScriptedFleet(Fleet):
         return self
 
     @override
-    def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Do nothing: nothing was started."""
 
     # -- start --

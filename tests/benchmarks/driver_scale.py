@@ -43,7 +43,7 @@ from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import PPOSettings, plan
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.sampling.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
@@ -225,7 +225,7 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     prompts = [PromptExample(f"p{i}", "", (i % 1000,) * PROMPT) for i in range(responses // SAMPLES)]
     meter = Meter()
     placement = plan(config.ppo)
-    fleet: Any = Fleet(config, placement, "cpu", {}, 0)
+    fleet: Any = Fleet(PPOSettings.of(config), "cpu", {}, 0)
     for group in placement.groups:
         workers: Any = tuple(RemoteActor(_Handle(meter, _Rank())) for _ in range(group.ranks))
         fleet.groups.update(dict.fromkeys(group.roles, WorkerGroup(group, workers)))
@@ -246,7 +246,7 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     fleet.sync = sync
     settings = RewardSettings(config.ppo.rewards, str)
     with tempfile.TemporaryDirectory() as folder, open_rewards(fleet, settings) as composer:
-        controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
+        controller: Any = PPOController(fleet, prompts, str, composer, local_context(Path(folder)))
         controller._rollouts.checkpointed = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads 16 responses
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

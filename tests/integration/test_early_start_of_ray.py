@@ -50,8 +50,8 @@ def start_ranks(count: int) -> dict[int, str]:
             return os.getpid(), os.environ["OMP_NUM_THREADS"]
 
     processes = plan(CONFIG.ppo)
-    option = environment_option(actor_environment(CONFIG, processes, "cpu")["worker"])
-    connect(processes.cores(gpus=False), "cpu", CONFIG)
+    option = environment_option(actor_environment(CONFIG.run.threads, processes, "cpu")["worker"])
+    connect(processes.cores(gpus=False), "cpu", CONFIG.run)
     ranks = [ray.remote(num_cpus=1, **option)(Rank).remote() for _ in range(count)]
     return dict(ray.get([rank.process.remote() for rank in ranks], timeout=120))
 

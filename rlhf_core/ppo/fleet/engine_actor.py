@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
 
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.training.batch import RolloutColumns, RolloutHeader, columns_of, header_of
@@ -63,7 +63,7 @@ class EngineActor(Actor):
         self,
         participant: ParticipantSpec,
         index: int,
-        config_json: str,
+        settings: PPOSettings,
         model: str,
         device: str,
         backend: str,
@@ -73,14 +73,14 @@ class EngineActor(Actor):
         Args:
             participant: Registration with the heartbeat monitor.
             index: 0 .. engines - 1.
-            config_json: The whole configuration.
+            settings: Settings of the stage.
             model: Folder of the model in Hugging Face layout.
             device: "cpu" or "cuda".
             backend: Backend of the weight sync: "gloo", "nccl" or "ipc".
         """
         super().__init__(participant)
         self._index = index
-        self._config = PipelineConfig.model_validate_json(config_json)
+        self._settings = settings
         self._model = Path(model)
         self._device = device
         self._backend = backend
@@ -93,18 +93,18 @@ class EngineActor(Actor):
         """Load the model."""
         from rlhf_core.engines.vllm import Engine
 
-        config = self._config
-        lora = config.ppo.lora if config.ppo.syncs_adapter else None
+        settings, ppo = self._settings, self._settings.ppo
+        lora = ppo.lora if ppo.syncs_adapter else None
         self._engine = Engine(
             self._model,
-            config.ppo.engine,
+            ppo.engine,
             device=self._device,
-            max_model_len=config.max_sequence_tokens,
-            seed=derive_seed(config.run.seed, "ppo", "engine"),
+            max_model_len=settings.max_sequence_tokens,
+            seed=derive_seed(settings.run.seed, "ppo", "engine"),
             weight_transfer=self._backend,
             adapter_rank=None if lora is None else lora.r,
-            head_dtype=config.model.head_dtype,
-            sleep_level=config.ppo.engine.sleep_level,
+            head_dtype=settings.model.head_dtype,
+            sleep_level=ppo.engine.sleep_level,
         )
         # Two tokens now, so that lazy initialization does not slow down the first rollout.
         prompt = PromptExample("warm-up", "", (0,))
@@ -195,7 +195,7 @@ class EngineActor(Actor):
             raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
 
     def _fetch(self, call: Pending[R]) -> R:
-        (result,) = fetch([call], self._config.run.timeouts.sync)
+        (result,) = fetch([call], self._settings.run.timeouts.sync)
         return result
 
     # -- sleep --
@@ -221,7 +221,7 @@ class EngineActor(Actor):
         if self._backend == "gloo":
             init_info = {**init_info, "routes": [paths[position] for paths in init_info["routes"]]}
         elif offset is not None:
-            workers_before = position * self._config.ppo.engine.tensor_parallel
+            workers_before = position * self._settings.ppo.engine.tensor_parallel
             init_info = {**init_info, "rank_offset": offset + workers_before}
         self._engine.llm.init_weight_transfer_engine({"init_info": init_info})
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
-from rlhf_core.cluster.connect import connect, on_cluster
+from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.ranks import new_ray_session
 from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.constants import MAX_AUTO_SENDERS
-from rlhf_core.config.placement import Group, PlacementPlan, Role
+from rlhf_core.config.placement import Group, PPOSettings, Role, plan
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
@@ -152,8 +153,7 @@ class Fleet:
     """All worker groups and engines of one PPO stage. Leaving the context manager ends them.
 
     Args:
-        config: The whole configuration.
-        plan: Processes to start.
+        settings: Settings of the stage, from which the processes follow.
         device: "cpu" or "cuda".
         folders: The model that each role starts from. The engines start from the policy's.
         pad_id: Padding token.
@@ -164,8 +164,7 @@ class Fleet:
 
     def __init__(
         self,
-        config: PipelineConfig,
-        plan: PlacementPlan,
+        settings: PPOSettings,
         device: str,
         folders: dict[Role, Path],
         pad_id: int,
@@ -174,16 +173,16 @@ class Fleet:
         loss_code: bytes | None = None,
     ) -> None:
         self._loss_code = loss_code
-        self._config = config
-        self._plan = plan
+        self.settings = settings
+        self._plan = plan(settings.ppo)
         self._device = device
         self._folders = {role: str(folder.resolve()) for role, folder in folders.items()}
         self._pad_id = pad_id
-        self._timeouts = config.run.timeouts
+        self._timeouts = settings.run.timeouts
         self._local = not on_cluster()
         self._given_monitor = monitor
         self._nodes = nodes
-        self._resources = ExitStack()
+        self._resources: ExitStack
         self._connected: list[RemoteActor[EngineActor]] = []
         """Engines to which the policy is connected for weight sync."""
         self._queues = 0
@@ -192,41 +191,34 @@ class Fleet:
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: EnginePool
         self.turns = DeviceTurns(
-            config.ppo.engine.sleep_level, self._all_workers, lambda: self.engines.actors, self.wait
+            settings.ppo.engine.sleep_level, self._all_workers, lambda: self.engines.actors, self.wait
         )
         self.packs = True
         """Whether rows are packed. All loaded models must support it, and the configuration must allow it."""
 
     def __enter__(self) -> Fleet:
-        self._monitor = self._given_monitor or self._resources.enter_context(Monitor())
-        # Never stalled: each wait for Ray has a timeout of its own, and so has the work between waits.
-        register(self._monitor.folder, "controller", math.inf)
-        self._client = ActorClient(self._monitor, self._timeouts)
-        try:
-            heartbeat("start Ray", self._timeouts.start)
-            connect(self._plan.cores(gpus=self._device == "cuda"), self._device, self._config, self._nodes)
-            self._start_actors()
+        run, cores = self.settings.run, self._plan.cores(gpus=self._device == "cuda")
         # `with` does not call `__exit__` if `__enter__` raises.
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
+        with ExitStack() as resources:
+            self._monitor = self._given_monitor or resources.enter_context(Monitor())
+            # Never stalled: each wait for Ray has a timeout of its own, and so has the work between waits.
+            register(self._monitor.folder, "controller", math.inf)
+            resources.callback(unregister)
+            self._client = ActorClient(self._monitor, self._timeouts)
+            session = new_ray_session(cores, self._device, run, self._monitor, self._nodes)
+            resources.enter_context(session)
+            self._start_actors()
+            self._resources = resources.pop_all()
         return self
 
-    def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
-        import ray
-
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
         heartbeat("end", self._timeouts.start)
-        if error is not None:
-            # First, because a suspended actor does not react to Ray's daemons, which would wait for it.
-            self._monitor.kill()
-        try:
-            if self._nodes is not None:
-                self._nodes.leave()
-        finally:
-            ray.shutdown()
-            self._monitor.kill()
-            unregister()
-            self._resources.close()
+        self._resources.__exit__(kind, error, traceback)
 
     # -- start --
 
@@ -235,7 +227,7 @@ class Fleet:
         log.info("ppo runs as %s; %s", self._plan.describe(), self._placement.describe_nodes())
         if self._nodes is not None:
             self._nodes.join(self._placement.ranks_by_node())
-        engine = self._config.ppo.engine
+        engine = self.settings.ppo.engine
         if engine.sleep_level:
             # An engine measures the device when it loads, and the trainers have it.
             engine = engine.model_copy(update={"max_restarts": 0})
@@ -255,7 +247,7 @@ class Fleet:
     def _reserve(self) -> Placement:
         neighbours = {}
         for group in self._plan.groups:
-            neighbours[group.name] = max(group.deepspeed(role, self._config.ppo).hpz for role in group.roles)
+            neighbours[group.name] = max(group.deepspeed(role, self.settings.ppo).hpz for role in group.roles)
         return reserve_bundles(self._plan, neighbours, gpus=self._device == "cuda", wait=self.wait)
 
     def _start_group(self, group: Group) -> WorkerGroup:
@@ -280,14 +272,13 @@ class Fleet:
             **environment_option(self._environment()["worker"]),
             **self._placement.rank_options(group, rank),
         }
-        config_json = self._config.model_dump_json(by_alias=True)
         participant = self._participant(f"{group.name} rank {rank}")
         return RemoteActor(
             ray.remote(ModelWorker)
             .options(**options)
             .remote(
                 participant,
-                config_json,
+                self.settings,
                 group.roles,
                 self._folders_of(group),
                 self._pad_id,
@@ -309,13 +300,12 @@ class Fleet:
             **environment_option(environment),
             **self._placement.engine_options(index),
         }
-        config_json = self._config.model_dump_json(by_alias=True)
         participant = self._participant(f"engine {index}")
         model = self._folders["policy"]
         return RemoteActor(
             ray.remote(EngineActor)
             .options(**options)
-            .remote(participant, index, config_json, model, self._device, self.sync_backend)
+            .remote(participant, index, self.settings, model, self._device, self.sync_backend)
         )
 
     def _participant(self, name: str) -> ParticipantSpec:
@@ -334,7 +324,7 @@ class Fleet:
         starting = [engine.call(EngineActor.start_engine) for engine in engines]
         supported = self.wait([*loading, *starting], "all models to load")[: len(loading)]
         self.packs &= all(supported)
-        if groups and self._config.ppo.pack is not False:
+        if groups and self.settings.ppo.pack is not False:
             log_layout(self.packs, "the policy, the reward model or the critic", "ppo.pack")
         layouts = [call for group in groups for call in group.call(ModelWorker.choose_layout, self.packs)]
         self.wait(layouts, "all ranks to choose the layout of rows")
@@ -342,7 +332,9 @@ class Fleet:
     def _environment(self) -> dict[str, dict[str, str]]:
         """Return the environment of workers and engines."""
         shares_weights = self._device == "cuda" and self.sync_backend == "ipc"
-        return actor_environment(self._config, self._plan, self._device, shares_weights=shares_weights)
+        return actor_environment(
+            self.settings.run.threads, self._plan, self._device, shares_weights=shares_weights
+        )
 
     # -- calls --
 
@@ -451,7 +443,7 @@ class Fleet:
     def _route(self, role: Role, batch: RolloutBatch) -> tuple[WorkerGroup, list[RankShare]]:
         group = self.groups[role]
         if group.ranks not in batch.routes:
-            tokens = self._config.ppo.micro_batch_tokens
+            tokens = self.settings.ppo.micro_batch_tokens
             batch.routes[group.ranks] = route(batch, group.ranks, tokens, pack=self.packs)
         return group, batch.routes[group.ranks]
 
@@ -470,12 +462,12 @@ class Fleet:
     @property
     def sync_backend(self) -> str:
         """ "gloo", "nccl" or "ipc"."""
-        wanted = self._config.ppo.weight_sync.backend
+        wanted = self.settings.ppo.weight_sync.backend
         if wanted != "auto":
             return wanted
         if self._device == "cpu":
             return "gloo"
-        if self._config.ppo.colocate == "all":
+        if self.settings.ppo.colocate == "all":
             return "ipc"
         return "gloo" if lacks_nccl() else "nccl"
 
@@ -526,7 +518,7 @@ class Fleet:
     def _start_senders(self) -> dict[int, tuple[str, int]]:
         """Let the policy ranks that will send weights listen. Return address and port of each by rank."""
         policy = self.groups["policy"]
-        wanted = self._config.ppo.weight_sync.senders
+        wanted = self.settings.ppo.weight_sync.senders
         if self.sync_backend != "gloo":
             # NCCL uses the address of rank 0 with a port of its own, and IPC neither.
             senders = 1

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.placement import RAY_CLUSTER, node_ids, reserve
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.environment import THREAD_VARIABLES
@@ -264,7 +263,7 @@ def _shared(plan: PlacementPlan, bundles: Sequence[int], node_of: Mapping[int, s
 
 
 def actor_environment(
-    config: PipelineConfig, plan: PlacementPlan, device: str, *, shares_weights: bool = False
+    threads: int, plan: PlacementPlan, device: str, *, shares_weights: bool = False
 ) -> dict[str, dict[str, str]]:
     """Return the variables of a "worker" and of an "engine".
 
@@ -272,14 +271,14 @@ def actor_environment(
     turns. With `ppo.staleness` they compute at the same time.
 
     Args:
-        config: The whole configuration.
+        threads: `run.threads`.
         plan: All processes.
         device: "cpu" or "cuda".
         shares_weights: Whether the engines get the weights over CUDA IPC.
     """
     if device == "cuda":
-        return _on_gpus(config, plan, shares_weights=shares_weights)
-    threads = config.run.threads or machine().cores()
+        return _on_gpus(threads, plan, shares_weights=shares_weights)
+    threads = threads or machine().cores()
     ranks = max(1, plan.processes - plan.engines)
     return {
         "worker": _threads(max(1, threads // ranks)) | {"DS_ACCELERATOR": "cpu"},
@@ -287,17 +286,14 @@ def actor_environment(
     }
 
 
-def _on_gpus(
-    config: PipelineConfig, plan: PlacementPlan, *, shares_weights: bool
-) -> dict[str, dict[str, str]]:
+def _on_gpus(threads: int, plan: PlacementPlan, *, shares_weights: bool) -> dict[str, dict[str, str]]:
     # On a cluster, the cores of other hosts are not known; `rank_environment` has `run.threads`.
-    threads: dict[str, str] = {}
+    own: dict[str, str] = {}
     if not on_cluster():
-        cores = config.run.threads or machine().cores()
-        threads = _threads(max(1, cores // plan.processes))
+        own = _threads(max(1, (threads or machine().cores()) // plan.processes))
     # Weights in expandable segments cannot be shared, and vLLM allocates engines that sleep otherwise.
     fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-    return {"worker": threads | fixed if shares_weights else threads, "engine": threads | fixed}
+    return {"worker": own | fixed if shares_weights else own, "engine": own | fixed}
 
 
 def _threads(count: int) -> dict[str, str]:

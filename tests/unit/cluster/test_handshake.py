@@ -117,7 +117,7 @@ def test_ranks_get_settings_and_no_secret() -> None:
         "NCCL_SOCKET_IFNAME": "eth0",
         "RAY_AUTH_TOKEN": "secret",
     }
-    ranks = rank_environment(config, "cpu", given)
+    ranks = rank_environment(config.run, "cpu", given)
     assert not {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOME", "NCCL_SOCKET_IFNAME", "RAY_AUTH_TOKEN"} & set(
         ranks
     )
@@ -127,7 +127,7 @@ def test_ranks_get_settings_and_no_secret() -> None:
     assert {name: stage[name] for name in ranks} == ranks
     for name in ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "DO_NOT_TRACK", "DS_ACCELERATOR"):
         assert name in ranks
-    on_gpus = rank_environment(config, "cuda", given)
+    on_gpus = rank_environment(config.run, "cuda", given)
     assert "CUDA_VISIBLE_DEVICES" not in on_gpus, "Ray chooses the GPUs"
     assert on_gpus["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 

@@ -93,7 +93,7 @@ class Turns(ScriptedFleet):
         self._start_actors()
 
     @override
-    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+    def _start_rank(self, group: Group, rank: int) -> RemoteActor[ModelWorker]:
         return RemoteActor(_Actor("trainer", self.done))
 
     @override
@@ -131,7 +131,7 @@ def calls(done: list[str]) -> list[str]:
 def step(fleet: Fleet, done: list[str]) -> None:
     """The engines' part of a step of the controller, and its training."""
     controller: Any = PPOController.__new__(PPOController)
-    controller._fleet, controller._ppo = fleet, fleet._config.ppo
+    controller._fleet, controller._ppo = fleet, fleet.settings.ppo
     controller.completed_steps = 0
 
     def sample() -> SimpleNamespace:
@@ -150,7 +150,7 @@ def step(fleet: Fleet, done: list[str]) -> None:
 def test_engines_and_trainers_take_turns() -> None:
     fleet = Turns(2)
     done = fleet.done
-    assert calls(done) == ["engine load", "wait", "engine sleep", "wait", "trainer load", "wait"]
+    assert calls(done) == ["engine start_engine", "wait", "engine sleep", "wait", "trainer load", "wait"]
     step(fleet, done)
     assert calls(done) == [
         "trainer release_cache", "wait", "engine wake weights", "wait", "trainer send_weights", "wait",
@@ -163,7 +163,7 @@ def test_engines_and_trainers_take_turns() -> None:
 def test_without_sleep_nothing_is_called() -> None:
     fleet = Turns(0)
     done = fleet.done
-    assert calls(done) == ["engine load", "wait", "trainer load", "wait"]
+    assert calls(done) == ["engine start_engine", "wait", "trainer load", "wait"]
     step(fleet, done)
     assert calls(done) == ["trainer send_weights", "wait", "checkpoint", "sample", "train"]
 
@@ -204,8 +204,8 @@ def test_an_evaluation_takes_turns() -> None:
 def test_the_engines_get_the_weights_again_after_an_evaluation(level: int) -> None:
     fleet = Turns(level)
     controller: Any = PPOController.__new__(PPOController)
-    controller._fleet, controller._ppo, controller._timings = fleet, fleet._config.ppo, {}
-    controller.completed_steps, controller.selection = 3, Selection(fleet._config.ppo)
+    controller._fleet, controller._ppo, controller._timings = fleet, fleet.settings.ppo, {}
+    controller.completed_steps, controller.selection = 3, Selection(fleet.settings.ppo)
     found = HeldOutResult({OBJECTIVE: 1.0}, [1.0])
     controller._evaluation = SimpleNamespace(evaluate=lambda _: found)
     controller._utilisation = SimpleNamespace(begin=lambda: None, sync_metrics=lambda _: {})

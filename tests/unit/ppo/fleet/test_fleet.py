@@ -24,7 +24,7 @@ import pytest
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
+from rlhf_core.config.placement import Group, PlacementPlan, PPOSettings, Role, plan
 from rlhf_core.errors import ConfigError, WorkerDied
 from rlhf_core.ppo.fleet.fleet import ENGINES, Fleet, WorkerGroup
 from rlhf_core.ppo.fleet.placement import check_engine_size
@@ -167,7 +167,7 @@ def test_processes_on_gpus_share_the_cores_of_the_host(
     tree = {"run": {"threads": 16}, "ppo": {"colocate": colocate}}
     config = PipelineConfig.model_validate(tree)
     processes = plan(config.ppo)
-    environment = Fleet(config, processes, "cuda", {}, 0)._environment()
+    environment = Fleet(PPOSettings.of(config), "cuda", {}, 0)._environment()
     for variables in environment.values():
         assert variables["OMP_NUM_THREADS"] == str(16 // processes.processes)
     # CUDA IPC cannot share expandable segments.
@@ -193,7 +193,7 @@ def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(device: str, r
             return [answer]
 
     config = PipelineConfig.model_validate({"ppo": {"colocate": "pairs"}})
-    fleet = Sending(config, plan(config.ppo), device, {}, 0)
+    fleet = Sending(PPOSettings.of(config), device, {}, 0)
     fleet.groups["policy"] = WorkerGroup(Group(("policy",), 1), (RemoteActor(_Actor("policy", [])),))
     lost: list[str] = []
     engines: Any = SimpleNamespace(
