@@ -44,7 +44,6 @@ from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import Home, is_below, make_attempt_folders
-from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef
 
@@ -67,8 +66,6 @@ class Started(NamedTuple):
     """The id of the node whose files this host has: its own, or that of an earlier one if the hosts share the
     folder.
     """
-    gpu_driver: str
-    """Version of the GPUs' driver; empty without one."""
 
 
 def mark_text(token: str, node_id: str) -> str:
@@ -148,8 +145,7 @@ class NodeAgent:
             ) from error
         self._monitor.__enter__()
         files_of = found[1] if self._shares_folders else node_id
-        driver = machine().gpu_driver() or ""
-        return Started(*here(), files_of, driver)
+        return Started(*here(), files_of)
 
     @_served
     def space(self, copies: Mapping[str, int], checkpoints: str) -> Space:
@@ -372,14 +368,11 @@ class Host:
         if self.pending is None and not self.lost:
             self.pending, self.asked = self.call(NodeAgent.report), 0.0
 
-    def take(self, participants: list[Participant]) -> None:
-        """Replace what is known by a report."""
-        self.participants, self.silent, self.pending = participants, 0.0, None
-
     def receive(self, report: Pending[list[Participant]]) -> None:
-        """Take a report that has come."""
+        """Replace what is known by a report that has come."""
         try:
-            self.take(fetch([report], POLL_SECONDS)[0])
+            [self.participants] = fetch([report], POLL_SECONDS)
+            self.silent, self.pending = 0.0, None
         except TimeoutError:
             return  # the next time
         except RLHFError as error:
