@@ -1,4 +1,4 @@
-"""One vLLM engine in this process: the only importer of vllm besides `weight_sync`.
+"""One vLLM engine in this process: the only importer of vllm besides `engines.sync`.
 
 The processes of an engine are on one host: `tensor_parallel=1` uses vLLM's executor `uni`, more use `mp`.
 docs/clusters.md says what vLLM lacks for an engine over several hosts, which `ppo.fleet.placement` refuses.
@@ -25,7 +25,7 @@ _MAX_EAGER_VOCABULARY = 8192
 """Largest vocabulary for which the ranks of sampled tokens, which are not used, are counted without code that
 torch compiles. Counting is slower, but compiling takes seconds at each start of an engine.
 """
-_EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
+_EXTENSION = "rlhf_core.engines.sync.receiver.SyncExtension"
 
 
 class SamplingOptions(TypedDict):
@@ -266,7 +266,7 @@ class Engine:
         """Replace the weights by those of a model folder with the same configuration and tensors.
 
         No request may be alive. The engine must have been started with `weight_transfer="files"`. Returns the
-        checksum of each tensor that was loaded (`weight_sync.wire.tensor_checksum`).
+        checksum of each tensor that was loaded (`sync.wire.tensor_checksum`).
         """
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"folder": str(folder)}})
@@ -279,7 +279,7 @@ class Engine:
         received: list[dict[str, str]] = self.llm.collective_rpc("received_checksums")
         merged = dict(received[0])
         for other in received[1:]:
-            # Equal to no checksum, so that `weight_sync.wire.verify` names the tensor.
+            # Equal to no checksum, so that `sync.wire.verify` names the tensor.
             merged.update({name: "workers differ" for name in merged if other.get(name) != merged[name]})
         return merged
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import Rank
+from rlhf_core.engines.sync.wire import Acknowledgement, are_interchangeable, folder_checksums, verify
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
 from rlhf_core.models.architectures import engine_changes_classes
 from rlhf_core.rewards.compose import reward_inputs
@@ -23,7 +24,6 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
-from rlhf_core.weight_sync.wire import Acknowledgement, are_interchangeable, folder_checksums, verify
 
 if TYPE_CHECKING:
     from rlhf_core.engines.vllm import Engine

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Literal, Unpack
 from unittest import mock
 
+from rlhf_core.engines.sync.wire import folder_checksums
 from rlhf_core.engines.vllm import Engine, SamplingOptions
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.wire import folder_checksums
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import Group, PPOSettings, Role
 from rlhf_core.engines.distributed import Rank
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import RLHFError, WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
@@ -33,7 +34,6 @@ from rlhf_core.system.heartbeat import Monitor, Participant, State
 from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.engines import ScriptedEngine
-from rlhf_core.weight_sync.sender import SyncReport
 
 A = TypeVar("A", bound=Actor)
 R = TypeVar("R")

@@ -44,6 +44,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import PPOSettings, plan
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.sampling.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
@@ -58,7 +59,6 @@ from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
-from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.small_ppo import local_context
 
 CASES = ((1, 512, 512), (8, 4096, 2048), (64, 16_384, 8192), (1000, 100_000, 8192))

@@ -36,6 +36,7 @@ from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import PPOSettings, plan
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo import controller as controller_module
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
@@ -47,7 +48,6 @@ from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
-from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.small_ppo import local_context
 
 SIZES = (1, 2, 4, 8)

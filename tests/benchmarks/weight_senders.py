@@ -32,9 +32,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_core.weight_sync.sender import WeightSender
-from rlhf_core.weight_sync.transport import TransportConfig
-from rlhf_core.weight_sync.wire import (
+from rlhf_core.engines.sync.sender import WeightSender
+from rlhf_core.engines.sync.transport import TransportConfig
+from rlhf_core.engines.sync.wire import (
     Acknowledgement,
     GlooSource,
     Route,

@@ -60,7 +60,7 @@ OBJECTS = {
 """The class of an object whose methods a file calls, by the file and the object in it."""
 UNDESCRIBED = {"AutoModelForCausalLM.from_config"}
 """Calls that are not checked: transformers describes this one without its first argument."""
-TESTS = ("tests/unit/engines", "tests/unit/weight_sync", "tests/unit/models", "tests/unit/algo")
+TESTS = ("tests/unit/engines", "tests/unit/models", "tests/unit/algo")
 PART_SECONDS = 1800.0
 
 

@@ -45,11 +45,11 @@ BOUNDED = {
     ),
     "rlhf_core/storage/checkpoints.py: self._background_upload.result()": "the same",
     "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that polls twice a second and then ends",
-    "rlhf_core/weight_sync/wire.py: work.wait()": "the group's timeout, run.timeouts.sync",
-    "rlhf_core/weight_sync/wire.py: self._forwarding[0].wait()": "the same",
-    "rlhf_core/weight_sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
-    "rlhf_core/weight_sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
-    "rlhf_core/weight_sync/sender.py: sending.wait()": "is completed",
+    "rlhf_core/engines/sync/wire.py: work.wait()": "the group's timeout, run.timeouts.sync",
+    "rlhf_core/engines/sync/wire.py: self._forwarding[0].wait()": "the same",
+    "rlhf_core/engines/sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
+    "rlhf_core/engines/sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
+    "rlhf_core/engines/sync/sender.py: sending.wait()": "is completed",
 }
 
 

@@ -20,13 +20,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
 
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
 from rlhf_core.config.placement import PPOSettings
+from rlhf_core.engines.sync.wire import Acknowledgement
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.training.batch import RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.wire import Acknowledgement
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -298,7 +298,7 @@ def _in_parts(
 
 
 class RayEngineClient:
-    """A `weight_sync.transport.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
+    """A `engines.sync.transport.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
 
     def __init__(
         self, engines: Sequence[RemoteActor[EngineActor]], hosts: Sequence[str], timeout: float

@@ -22,6 +22,8 @@ from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, 
 from rlhf_core.config.constants import MAX_AUTO_SENDERS
 from rlhf_core.config.placement import Group, PPOSettings, Role, plan
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
+from rlhf_core.engines.sync.sender import SyncReport
+from rlhf_core.engines.sync.transport import sender_ranks
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
 from rlhf_core.ppo.fleet.engine_pool import DeviceTurns, EnginePool
@@ -51,8 +53,6 @@ from rlhf_core.ppo.training.batch import (
 )
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
 from rlhf_core.types import Nodes
-from rlhf_core.weight_sync.sender import SyncReport
-from rlhf_core.weight_sync.transport import sender_ranks
 
 log = logging.getLogger(__name__)
 

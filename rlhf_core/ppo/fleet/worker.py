@@ -24,6 +24,7 @@ import numpy as np
 from rlhf_core.cluster.rpc import ListeningActor, ParticipantSpec, RemoteActor, rpc
 from rlhf_core.config.placement import TRAINED, Group, PPOSettings, Role
 from rlhf_core.engines.distributed import Rank, join
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.fleet.engine_actor import EngineActor, RayEngineClient
 from rlhf_core.ppo.training import loss_step
@@ -42,7 +43,6 @@ from rlhf_core.ppo.training.rank_rows import (
 )
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.sender import SyncReport
 
 
 class ModelWorker(ListeningActor):
@@ -393,11 +393,11 @@ class ModelWorker(ListeningActor):
             engines: All engines of the run.
             hosts: Address of each engine.
         """
+        from rlhf_core.engines.sync.sender import WeightSender
+        from rlhf_core.engines.sync.transport import TransportConfig
+        from rlhf_core.engines.sync.wire import TensorSpec
         from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
-        from rlhf_core.weight_sync.sender import WeightSender
-        from rlhf_core.weight_sync.transport import TransportConfig
-        from rlhf_core.weight_sync.wire import TensorSpec
 
         policy = self._models["policy"]
         ppo = self._settings.ppo

@@ -22,10 +22,10 @@ import psutil
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.rpc import Usage, process_usage
 from rlhf_core.config.placement import TRAINED, Group, PPOSettings
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.planning.hardware import visible_hardware
 from rlhf_core.ppo.fleet.fleet import ENGINES, Fleet
 from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.weight_sync.sender import SyncReport
 
 Metrics = dict[str, float]
 Counters = Mapping[str, float]

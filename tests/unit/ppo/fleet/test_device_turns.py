@@ -28,6 +28,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.placement import Group
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.distributed import Rank, join, leave
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import WorkerDied
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.models.known_shapes import known_shape
@@ -45,7 +46,6 @@ from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult, Selection
 from rlhf_core.system.overriding import override
 from rlhf_core.testing import RecordingMetrics
 from rlhf_core.testing.fleet import ScriptedFleet
-from rlhf_core.weight_sync.sender import SyncReport
 from tests.integration.deepspeed_memory import small_model, train
 
 SHARDED = {"zero_stage": 2, "ranks": 1}

@@ -25,6 +25,7 @@ import pytest
 from rlhf_core.cluster.rpc import Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Group, PlacementPlan, PPOSettings, Role, plan
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import ConfigError, WorkerDied
 from rlhf_core.ppo.fleet.fleet import ENGINES, Fleet, WorkerGroup
 from rlhf_core.ppo.fleet.placement import check_engine_size
@@ -43,7 +44,6 @@ from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.sender import SyncReport
 
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
 USAGE = Usage(1.0, 2)

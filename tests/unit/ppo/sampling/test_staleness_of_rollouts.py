@@ -34,6 +34,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling, read_responses
@@ -49,7 +50,6 @@ from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample
-from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.checkpoints import keep
 from tests.unit.ppo.test_controller import FORTY, Controller, _Experience
 

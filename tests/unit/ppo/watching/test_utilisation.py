@@ -24,6 +24,7 @@ import pytest
 from rlhf_core.cluster.rpc import Usage
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Group, PPOSettings
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.fleet.fleet import ENGINES, WorkerGroup
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, route
 from rlhf_core.ppo.watching.utilisation import (
@@ -38,7 +39,6 @@ from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import PromptExample
-from rlhf_core.weight_sync.sender import SyncReport
 
 
 def batch_of(lengths: list[int], prompt: int) -> RolloutBatch:

@@ -20,11 +20,9 @@ from typing import Any
 import torch
 
 from rlhf_core.engines.distributed import rendezvous
-from rlhf_core.errors import WeightSyncError
-from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
-from rlhf_core.weight_sync.vllm_transport import VllmTransport
-from rlhf_core.weight_sync.wire import (
+from rlhf_core.engines.sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
+from rlhf_core.engines.sync.vllm_transport import VllmTransport
+from rlhf_core.engines.sync.wire import (
     GlooSender,
     Route,
     TensorSpec,
@@ -34,6 +32,8 @@ from rlhf_core.weight_sync.wire import (
     tensor_checksum,
     verify,
 )
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.system.failpoints import failpoint
 
 
 @dataclass(frozen=True)

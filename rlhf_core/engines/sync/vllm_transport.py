@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from rlhf_core.engines.sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
+from rlhf_core.engines.sync.wire import TensorSpec, plain_handles
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.processes import free_port
-from rlhf_core.weight_sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
-from rlhf_core.weight_sync.wire import TensorSpec, plain_handles
 
 _FAILED_SECONDS = 5.0
 """Time for a broadcast to end by itself after an engine has failed."""

@@ -26,9 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rlhf_core.errors import ModelError
-from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.wire import (
+from rlhf_core.engines.sync.wire import (
     GlooSource,
     Route,
     TensorSpec,
@@ -37,6 +35,8 @@ from rlhf_core.weight_sync.wire import (
     tensor_checksum,
     typed_handles,
 )
+from rlhf_core.errors import ModelError
+from rlhf_core.system.failpoints import failpoint
 
 
 @dataclass

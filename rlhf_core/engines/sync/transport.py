@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from rlhf_core.engines.sync.wire import Acknowledgement, add_checksums
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync.wire import Acknowledgement, add_checksums
 
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Starts a new iteration over (name, full tensor), in the same order on every rank."""
