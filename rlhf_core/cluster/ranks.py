@@ -33,7 +33,7 @@ from rlhf_core.cluster.mailbox import (
     Mailbox,
     portable,
 )
-from rlhf_core.cluster.placement import reserve_ranks
+from rlhf_core.cluster.placement import RAY_CLUSTER, reserve_ranks
 from rlhf_core.cluster.rpc import (
     POLL_SECONDS,
     ActorClient,
@@ -355,7 +355,8 @@ class RankGroup:
         self._names = [layout.name(rank) for rank in range(layout.ranks)]
         """Names of the ranks in messages."""
         if on_cluster():
-            where = self._placement.node_names()
+            nodes = RAY_CLUSTER.node_names()
+            where = [nodes[node_id] for node_id in self._placement.nodes]
             self._names = [f"{name} on {node}" for name, node in zip(self._names, where, strict=True)]
         self._actors = [self._start(rank) for rank in range(layout.ranks)]
 

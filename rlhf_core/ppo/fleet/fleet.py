@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.placement import RAY_CLUSTER
 from rlhf_core.cluster.ranks import new_ray_session
 from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
 from rlhf_core.config.constants import MAX_AUTO_SENDERS
@@ -32,7 +33,6 @@ from rlhf_core.ppo.fleet.placement import (
     actor_environment,
     environment_option,
     reserve_bundles,
-    start_helper,
     use_gpus,
 )
 from rlhf_core.ppo.fleet.worker import ModelWorker
@@ -367,8 +367,12 @@ class Fleet:
         return self.start_helper(PromptQueue, f"prompt queue {self._queues}")
 
     def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
-        """Start an actor; see `placement.start_helper`."""
-        return start_helper(kind, self._participant(name), node)
+        """Start an actor that needs no core of its own on the node with this id. None is the driver's node.
+
+        Without a node, Ray would start an actor that needs no resources on any node of the cluster.
+        """
+        node_id = node or RAY_CLUSTER.own_id()
+        return RAY_CLUSTER.start_actor(kind, node_id, [self._participant(name)], max_concurrency=1)
 
     @property
     def nodes(self) -> list[str]:

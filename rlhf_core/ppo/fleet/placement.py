@@ -8,17 +8,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhf_core.cluster.connect import on_cluster
-from rlhf_core.cluster.placement import RAY_CLUSTER, node_ids, reserve
-from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor
+from rlhf_core.cluster.placement import RAY_CLUSTER, bundle_options, node_ids, reserve
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.environment import THREAD_VARIABLES
 from rlhf_core.system.machine import machine
-
-A = TypeVar("A", bound=Actor)
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,13 @@ class Placement:
 
     def rank_options(self, group: Group, rank: int) -> dict[str, Any]:
         """Return Ray's options for the actor of a training rank."""
-        return self._options(self.bundle_of_rank[group.name, rank], self.gpus * self.plan.gpus_per_rank)
+        gpus = self.gpus * self.plan.gpus_per_rank
+        return bundle_options(self.placement_group, self.bundle_of_rank[group.name, rank], gpus)
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Return Ray's options for the actor of an engine."""
-        return self._options(self.bundle_of_engine[engine], self.gpus * self.plan.gpus_per_engine)
+        gpus = self.gpus * self.plan.gpus_per_engine
+        return bundle_options(self.placement_group, self.bundle_of_engine[engine], gpus)
 
     def ranks_of_engine(self, engine: int) -> list[int]:
         """Return the policy ranks whose GPUs an engine uses; none if it has one GPU, or GPUs of its own."""
@@ -80,26 +80,6 @@ class Placement:
         """Return the bundles of the policy's ranks, by rank."""
         [policy] = [group for group in self.plan.groups if "policy" in group.roles]
         return [self.bundle_of_rank[policy.name, rank] for rank in range(policy.ranks)]
-
-    def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
-        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
-
-
-def start_helper(kind: type[A], participant: ParticipantSpec, node: str | None = None) -> RemoteActor[A]:
-    """Start an actor that needs no core of its own on the node with this id. None is the driver's node.
-
-    Without a node, Ray would start an actor that needs no resources on any node of the cluster.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    node_id = node or ray.get_runtime_context().get_node_id()
-    place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    actor = ray.remote(kind).options(num_cpus=0, scheduling_strategy=place)
-    return RemoteActor(actor.remote(participant))
 
 
 def check_engine_size(plan: PlacementPlan, largest: float | None) -> None:
