@@ -214,7 +214,7 @@ _TABLE = (
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet.fleet", "ray"),
-        preparation="rlhf_core.ppo.fleet.start_ray:start_ray",
+        preparation="rlhf_core.cluster.connect:start_ray",
     ),
     Stage(
         "sample",

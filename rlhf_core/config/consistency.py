@@ -54,7 +54,6 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "sample.judge: judge_model needs reward.judge; got none; add reward.judge={}, or use reward"
         )
     yield from _labels_of_people(config)
-    yield from _kept_requests(ppo)
     if ppo.colocate == "all" and ppo.uses_critic and ppo.policy_deepspeed.hpz != ppo.critic_deepspeed.hpz:
         yield ConfigError(
             f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both"
@@ -131,24 +130,6 @@ def _labels_of_people(config: PipelineConfig) -> Iterator[Finding]:
         yield ConfigError(
             "sample.judge: people needs the stage data on this machine, because votes are recorded in its"
             f" run.home; got run.executor={executor}; set run.resources.data.executor=local"
-        )
-
-
-def _kept_requests(ppo: PPOConfig) -> Iterator[Finding]:
-    if not ppo.weight_sync.keep_requests:
-        return
-    needed = {
-        "ppo.staleness of at least 1": ppo.staleness >= 1,
-        "ppo.engine.dispatch=queue": ppo.engine.dispatch == "queue",
-        "ppo.engine.prefix_caching=false": not ppo.engine.prefix_caching,
-        "ppo.weight_sync.lora=merged": not ppo.syncs_adapter,
-        "ppo.importance other than none": ppo.used_importance != "none",
-        "no ppo.dynamic_filtering": ppo.dynamic_filtering is None,
-    }
-    missing = [setting for setting, is_met in needed.items() if not is_met]
-    if missing:
-        yield ConfigError(
-            f"ppo.weight_sync.keep_requests: needs {' and '.join(missing)}; set this, or keep_requests=false"
         )
 
 

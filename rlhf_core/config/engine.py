@@ -90,7 +90,7 @@ class EngineConfig(Section):
 class WeightSyncConfig(Section):
     """Transfer of weights from the training ranks to the engines."""
 
-    backend: Literal["auto", "gloo", "nccl", "ipc", "nccl_m2n"] = result("auto")
+    backend: Literal["auto", "gloo", "nccl", "ipc"] = result("auto")
     """`auto`: gloo on CPU, ipc when policy and engines share GPUs, otherwise nccl, or gloo where torch was
     built without NCCL
     """
@@ -110,13 +110,6 @@ class WeightSyncConfig(Section):
     senders: PositiveInt | Literal["auto"] = execution("auto")
     """With backend gloo: how many policy ranks send the weights, each its part of every tensor. `auto`: all,
     at most 16, if they are on several hosts; one otherwise
-    """
-    keep_requests: bool = result(False, later=True)
-    """With ppo.staleness and ppo.engine.dispatch=queue: engines do not finish their responses before a sync.
-    They pause, receive the weights, and go on with them. A response can then have tokens of several policy
-    versions, of which the oldest counts for ppo.staleness. Engines also begin the next step before the last
-    responses of a step are finished. Results depend on timing: a run that is resumed does not end in the same
-    bits. A batch of several versions gives no checkpoint a score, so `store.keep_best` needs evaluations
     """
     canary: bool = execution(True)
     """In every step, compare engine and trainer log-probabilities of the same tokens and stop if they differ

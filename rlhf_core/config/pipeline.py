@@ -563,7 +563,7 @@ class PipelineConfig(Section):
     @model_validator(mode="after")
     def _check_sync_backend(self) -> Self:
         backend = self.ppo.weight_sync.backend
-        if self.run.device == "cpu" and backend in ("nccl", "ipc", "nccl_m2n"):
+        if self.run.device == "cpu" and backend in ("nccl", "ipc"):
             raise ValueError(
                 f"ppo.weight_sync.backend={backend} needs GPUs; use auto or gloo with run.device=cpu"
             )

@@ -76,9 +76,8 @@ class PPOConfig(PackedSection):
     )
     """0: each step is sampled with the weights of the step before. 1: the engines sample the next step while
     the present one is scored and trained, with weights that are one step older. n: weights are at most n
-    steps older, and the engines sample n batches between two weight syncs (with `weight_sync.keep_requests`
-    there is one after every step). `importance` corrects for them. For engines with devices of their own, or
-    CPUs with idle cores
+    steps older, and the engines sample n batches between two weight syncs. `importance` corrects for them.
+    For engines with devices of their own, or CPUs with idle cores
     """
     samples_per_prompt: PositiveInt = result(1, within=Range(1, 65536, "a batch is held in memory"))
     """Responses sampled for each prompt"""
@@ -361,7 +360,7 @@ class PPOConfig(PackedSection):
     @property
     def sync_every(self) -> int:
         """Steps from one weight sync to the next."""
-        return 1 if self.weight_sync.keep_requests else max(1, self.staleness)
+        return max(1, self.staleness)
 
     @property
     def eos_penalty(self) -> float:
@@ -648,9 +647,9 @@ class PPOConfig(PackedSection):
                 "ppo.weight_sync.backend=ipc needs engines that share GPUs with the policy, but with"
                 f" ppo.colocate={self.colocate} they do not share them; use auto"
             )
-        if backend in ("nccl", "nccl_m2n") and self.colocate == "all":
+        if backend == "nccl" and self.colocate == "all":
             raise ValueError(
-                f"ppo.weight_sync.backend={backend} needs engines that do not share GPUs with the policy, but"
+                "ppo.weight_sync.backend=nccl needs engines that do not share GPUs with the policy, but"
                 " with ppo.colocate=all they share them; use auto"
             )
         return self

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import Rank
+from rlhf_core.engines.sync.wire import Acknowledgement, are_interchangeable, folder_checksums, verify
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
 from rlhf_core.models.architectures import engine_changes_classes
 from rlhf_core.rewards.compose import reward_inputs
@@ -25,8 +26,6 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
-from rlhf_core.weight_sync.files import are_interchangeable, folder_checksums
-from rlhf_core.weight_sync.wire import Acknowledgement, verify
 
 if TYPE_CHECKING:
     from rlhf_core.engines.vllm import Engine
@@ -222,7 +221,7 @@ def on_engines(
         context=context,
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
-        config=config,
+        run=config.run,
         monitor=None if context is None else context.monitor,
     )
 

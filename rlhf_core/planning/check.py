@@ -22,7 +22,6 @@ from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
 from rlhf_core.planning.fit import FitVerdict, Problem, compare_memory
 from rlhf_core.planning.hardware import Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.loads import JUDGE, evaluating_stages, stages_on_evaluation_ranks
-from rlhf_core.storage.versions import gpu_versions
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 
@@ -30,8 +29,6 @@ _SMALL_MODEL = 100_000_000
 """Models with fewer parameters learn little with the default learning rates."""
 _MIN_FREE_BYTES = 30_000_000
 """Space for databases and logs alone."""
-_NCCL_OF_M2N = (2, 30, 5)
-"""The oldest NCCL that nccl-extensions supports (`NCCL_M2N_MIN_NCCL_VERSION_CODE` in its header)."""
 
 
 def check_devices(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> Iterator[Finding]:
@@ -52,7 +49,6 @@ def check_devices(config: PipelineConfig, stages: Collection[StageName] = tuple(
         if not on_cluster:
             yield from check_gpu_counts(config, gpus, stages=stages)
         yield from _flash_attention(config)
-        yield from _nccl_extensions(config, stages)
     elif on_cluster:
         if config.run.device == "auto":
             yield (
@@ -137,28 +133,9 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
         )
 
 
-def _nccl_extensions(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
-    if config.ppo.weight_sync.backend != "nccl_m2n":
-        return
-    # The package adds `m2n` to the package `nccl`, which may be missing itself.
-    if not machine().has_package("nccl") or not machine().has_package("nccl.m2n"):
-        error = (
-            "ppo.weight_sync.backend: nccl_m2n needs the package nccl-extensions, which is not installed;"
-            " install it, or use nccl"
-        )
-        yield _for_stages(["ppo"], error, stages)
-    version = gpu_versions(machine()).get("nccl")
-    if version is not None and tuple(map(int, version.split(".")[:3])) < _NCCL_OF_M2N:
-        error = (
-            f"ppo.weight_sync.backend: nccl_m2n needs NCCL {'.'.join(map(str, _NCCL_OF_M2N))} or newer; got"
-            f" {version}, the version that torch asks for; install a newer one over it, or use nccl"
-        )
-        yield _for_stages(["ppo"], error, stages)
-
-
 def _cpu_settings(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
     backend = config.ppo.weight_sync.backend
-    if backend in ("nccl", "ipc", "nccl_m2n"):
+    if backend in ("nccl", "ipc"):
         error = f"ppo.weight_sync.backend: {backend} needs GPUs; got 0 visible; use auto or gloo"
         yield _for_stages(["ppo"], error, stages)
     if config.model.attention == "flash_attention_2":

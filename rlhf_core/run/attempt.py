@@ -268,10 +268,6 @@ class _Attempt:
         )
         nodes.lacks_base_weights = bool(spec.base_models)
         nodes.stages = stages_made(spec.config, spec.stage, spec.until)
-        # The host of this process may have no GPU.
-        nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
-            self.stage_run.run_id, {"rlhf.gpu_driver": drivers}
-        )
         return nodes
 
     def _run_and_publish(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import Section
-from rlhf_core.config.placement import Role, plan
+from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
 from rlhf_core.errors import DataError
 from rlhf_core.stages.gates import check_gate
@@ -32,7 +32,8 @@ def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id
 
     folders = _folders(config, context)
     code = _code(config.ppo.loss, "ppo.loss", context)
-    return Fleet(config, plan(config.ppo), device, folders, pad_id, context.monitor, context.nodes, code)
+    settings = PPOSettings.of(config)
+    return Fleet(settings, device, folders, pad_id, context.monitor, context.nodes, code)
 
 
 def _code(section: Section | None, field: str, context: StageContext) -> bytes | None:
@@ -131,7 +132,6 @@ def _started(
                 )
             evaluation = HeldOutEvaluation(config, fleet, held_out, decoder.response, composer)
         yield PPOController(
-            config,
             fleet,
             prompts,
             decoder.response,

@@ -151,7 +151,7 @@ def train_on_ranks(
         config,
         *args,
         context=context,
-        config=config,
+        run=config.run,
         monitor=context.monitor,
         neighbours=settings.deepspeed.hpz,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from rlhf_core.cluster.ray_cluster import RayCluster
+from rlhf_core.cluster.placement import RayCluster
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.testing.actors import LocalObjects, local_actor
 

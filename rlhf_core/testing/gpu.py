@@ -1,6 +1,6 @@
-"""A GPU whose figures are scripted, for `rlhf_core.cluster.gpu_usage.GpuSampler`.
+"""A GPU whose figures are scripted, for `rlhf_core.cluster.rpc.GpuSampler`.
 
-from rlhf_core.cluster.gpu_usage import GpuSample, GpuSampler
+from rlhf_core.cluster.rpc import GpuSample, GpuSampler
 from rlhf_core.testing.gpu import ScriptedGpu
 
 gpu = ScriptedGpu([GpuSample(busy=0.5, memory=0.25)])
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from rlhf_core.cluster.gpu_usage import GpuSample
+from rlhf_core.cluster.rpc import GpuSample
 
 
 class ScriptedGpu:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.data.sources import ModelState
 from rlhf_core.engines import sharding
 from rlhf_core.engines.distributed import Rank, join
@@ -129,7 +130,8 @@ def run_reward(rank: Rank, config: PipelineConfig, folder: Path) -> None:
 def run_ppo(rank: Rank, config: PipelineConfig, folder: Path) -> None:
     """What the ranks of policy, reference, critic and reward model compute in a step of PPO."""
     ranks: Any = worker.ModelWorker.__new__(worker.ModelWorker)
-    ranks._config, ranks._rank, ranks._roles = config, rank, ("policy", "reference", "critic", "reward")
+    ranks._settings, ranks._rank = PPOSettings.of(config), rank
+    ranks._roles = ("policy", "reference", "critic", "reward")
     scorer, base = str(folder / "reward" / "model"), str(folder / "sft" / "model")
     ranks._folders = {"policy": base, "reference": base, "critic": scorer, "reward": scorer}
     ranks._models = {}

@@ -527,7 +527,7 @@ class _PPOSearch:
         }
         backend, senders = self._config.ppo.weight_sync.backend, self._config.ppo.weight_sync.senders
         # NCCL refuses two processes on one GPU, and `ipc` passes handles of memory of one GPU.
-        if (backend, colocate) in (("nccl", "all"), ("nccl_m2n", "all"), ("ipc", "pairs")):
+        if (backend, colocate) in (("nccl", "all"), ("ipc", "pairs")):
             fields["ppo.weight_sync.backend"] = "auto"
         for group, option in zip(groups, options, strict=True):
             if "policy" in group.roles:

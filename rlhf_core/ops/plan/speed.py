@@ -44,8 +44,6 @@ HOST_ADAM = 4e9
 """Parameters a second that Adam updates on the CPUs of a host: 10 billion in 2.6 s (ZeRO-Offload, arXiv
 2101.06840, table 4).
 """
-MAX_M2N_SENDERS = 16
-"""Shards of a tensor that vLLM's `nccl_m2n` sends without a gather."""
 
 
 @dataclass(frozen=True)
@@ -336,12 +334,10 @@ def _sent_bytes(config: PipelineConfig, shape: ModelShape) -> float:
 def senders(config: PipelineConfig, *, spans: bool) -> int:
     """Return the number of policy ranks that send weights to the engines.
 
-    With `nccl_m2n`, all ranks send the shards of ZeRO-3. The other backends of GPUs have one sender. With
-    gloo and `auto`, it depends on whether the policy `spans` hosts.
+    The backends of GPUs have one sender. With gloo and `auto`, it depends on whether the policy `spans`
+    hosts.
     """
     sync, deepspeed = config.ppo.weight_sync, config.ppo.policy_deepspeed
-    if sync.backend == "nccl_m2n" and _sends_shards(config) and deepspeed.ranks <= MAX_M2N_SENDERS:
-        return deepspeed.ranks
     if sync.backend != "gloo":
         return 1
     if sync.senders == "auto":

@@ -203,10 +203,6 @@ def test_settings_that_contradict_each_other_or_the_machine_are_refused(command:
 
 FLASH = "model.attention=flash_attention_2"
 ON_GPUS = {
-    "nccl_m2n that is not installed": (("ppo.weight_sync.backend=nccl_m2n",), (),
-        ("ppo.weight_sync.backend", "package nccl-extensions", "use nccl")),
-    "nccl_m2n with torch's NCCL": (("ppo.weight_sync.backend=nccl_m2n",), ("nccl", "nccl.m2n"),
-        ("ppo.weight_sync.backend", "2.30.5 or newer", "got 2.29.7", "use nccl")),
     "flash attention that is not installed": ((FLASH,), (),
         ("model.attention", "package flash_attn", "use sdpa")),
     "flash attention in float32": (

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.cluster.gpu_usage import GpuSample, GpuSampler
-from rlhf_core.cluster.rpc import Actor, ParticipantSpec, rpc
+from rlhf_core.cluster.rpc import Actor, GpuSample, GpuSampler, ParticipantSpec, rpc
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.system.heartbeat import unregister
 from rlhf_core.testing.gpu import ScriptedGpu

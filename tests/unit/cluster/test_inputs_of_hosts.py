@@ -23,6 +23,7 @@ from rlhf_core.cluster.agent import NodeAgent
 from rlhf_core.cluster.base_model import BaseModel, copied_base_models, with_own_copies
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import model_digest, model_state, require_same_state
+from rlhf_core.engines.sync.wire import are_interchangeable
 from rlhf_core.errors import CorruptArtifact, DataError, ModelError
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import (
@@ -35,7 +36,6 @@ from rlhf_core.storage.artifacts import (
 from rlhf_core.system.files import header_copy
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
-from rlhf_core.weight_sync.files import are_interchangeable
 from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Elsewhere, backend_of, bucket, two_nodes
 

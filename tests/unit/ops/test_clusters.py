@@ -195,19 +195,6 @@ def test_a_sync_between_hosts_uses_an_adapter_for_each_sender() -> None:
     assert gather_time(some, model, hosts, spans=True).total > 0, "three of twelve ranks send"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "count"),
-    [((), 12), (("ppo.policy_deepspeed.zero_stage=2",), 1), (("ppo.policy_deepspeed.ranks=17",), 1)],
-)
-def test_all_ranks_send_their_shards_with_nccl_m2n(overrides: tuple[str, ...], count: int) -> None:
-    hosts = Hardware(16, TOY, 2, Network(8, 1.25e9))
-    config = production("ppo.policy_deepspeed.ranks=12", "ppo.weight_sync.backend=nccl_m2n", *overrides)
-    found = send_time(config, shape("llama-3-8b"), hosts, (0, 1), (2,)).network
-    assert found == pytest.approx(2 * WEIGHTS / (0.8 * 1.25e9 * min(8, count)))
-    gathers = gather_time(config, shape("llama-3-8b"), hosts, spans=True).total > 0
-    assert gathers == (count == 1 and config.ppo.policy_deepspeed.zero_stage == 3)
-
-
 def test_offloaded_adam_takes_the_time_of_the_hosts_cpus() -> None:
     def host(offload: str, hosts: int) -> float:
         network = Network(1, 50e9) if hosts > 1 else None

@@ -99,7 +99,7 @@ def found_split(configured: PipelineConfig, model: str, hardware: Hardware) -> S
             {"ppo.colocate": "all"},
         ),
         (
-            {"weight_sync": {"backend": "nccl_m2n"}},
+            {"weight_sync": {"backend": "nccl"}},
             "qwen3-8b",
             "2xH100-80G",
             {"ppo.colocate": "all", "ppo.weight_sync.backend": "auto"},
@@ -115,7 +115,7 @@ def found_split(configured: PipelineConfig, model: str, hardware: Hardware) -> S
             {"ppo.weight_sync.senders": "auto"},
         ),
     ],
-    ids=["staleness", "no critic", "nccl_m2n", "senders"],
+    ids=["staleness", "no critic", "nccl", "senders"],
 )
 def test_a_split_is_found_that_is_a_valid_configuration(
     ppo: dict[str, Any], model: str, gpus: str, changes: dict[str, str]

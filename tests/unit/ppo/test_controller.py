@@ -80,7 +80,7 @@ class Controller(PPOController):
         ranks: Any = {role: [ScriptedRank(models)] for role in models}
         no_rewards: Any = None
         fleet = self.fleet_class(config, ranks=ranks)
-        super().__init__(config, fleet, self.prompts, lambda ids: "", no_rewards, context)
+        super().__init__(fleet, self.prompts, lambda ids: "", no_rewards, context)
         self.script(experiences)
 
     def script(self, experiences: Sequence[_Experience]) -> None:

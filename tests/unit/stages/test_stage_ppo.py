@@ -73,7 +73,7 @@ def trained(config: PipelineConfig, context: StageContext) -> ScriptedFleet:
     models: Any = {"policy": Model(SavedBySelf()), "critic": ScriptedTrainer()}
     fleet = ScriptedFleet(config, ranks={role: [ScriptedRank(models)] for role in models})
     no_rewards: Any = None
-    controller = PPOController(config, fleet, [], str, no_rewards, context)
+    controller = PPOController(fleet, [], str, no_rewards, context)
     controller.completed_steps = config.ppo.steps
     (context.output / "metrics.jsonl").write_text('{"step": 1, "objective/kl": 2.5}\n')
     controller._checkpoint()

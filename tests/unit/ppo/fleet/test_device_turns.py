@@ -29,6 +29,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.placement import Group
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.distributed import Rank, join, leave
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import WorkerDied
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.models.known_shapes import known_shape
@@ -45,7 +46,6 @@ from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult, Selection
 from rlhf_core.testing import RecordingMetrics
 from rlhf_core.testing.fleet import ScriptedFleet
-from rlhf_core.weight_sync.sender import SyncReport
 from tests.integration.deepspeed_memory import small_model, train
 
 SHARDED = {"zero_stage": 2, "ranks": 1}
@@ -93,7 +93,7 @@ class Turns(ScriptedFleet):
         self._start_actors()
 
     @override
-    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+    def _start_rank(self, group: Group, rank: int) -> RemoteActor[ModelWorker]:
         return RemoteActor(_Actor("trainer", self.done))
 
     @override
@@ -131,7 +131,7 @@ def calls(done: list[str]) -> list[str]:
 def step(fleet: Fleet, done: list[str]) -> None:
     """The engines' part of a step of the controller, and its training."""
     controller: Any = PPOController.__new__(PPOController)
-    controller._fleet, controller._ppo = fleet, fleet._config.ppo
+    controller._fleet, controller._ppo = fleet, fleet.settings.ppo
     controller.completed_steps = 0
 
     def sample() -> SimpleNamespace:
@@ -150,7 +150,7 @@ def step(fleet: Fleet, done: list[str]) -> None:
 def test_engines_and_trainers_take_turns() -> None:
     fleet = Turns(2)
     done = fleet.done
-    assert calls(done) == ["engine load", "wait", "engine sleep", "wait", "trainer load", "wait"]
+    assert calls(done) == ["engine start_engine", "wait", "engine sleep", "wait", "trainer load", "wait"]
     step(fleet, done)
     assert calls(done) == [
         "trainer release_cache", "wait", "engine wake weights", "wait", "trainer send_weights", "wait",
@@ -163,7 +163,7 @@ def test_engines_and_trainers_take_turns() -> None:
 def test_without_sleep_nothing_is_called() -> None:
     fleet = Turns(0)
     done = fleet.done
-    assert calls(done) == ["engine load", "wait", "trainer load", "wait"]
+    assert calls(done) == ["engine start_engine", "wait", "trainer load", "wait"]
     step(fleet, done)
     assert calls(done) == ["trainer send_weights", "wait", "checkpoint", "sample", "train"]
 
@@ -204,8 +204,8 @@ def test_an_evaluation_takes_turns() -> None:
 def test_the_engines_get_the_weights_again_after_an_evaluation(level: int) -> None:
     fleet = Turns(level)
     controller: Any = PPOController.__new__(PPOController)
-    controller._fleet, controller._ppo, controller._timings = fleet, fleet._config.ppo, {}
-    controller.completed_steps, controller.selection = 3, Selection(fleet._config.ppo)
+    controller._fleet, controller._ppo, controller._timings = fleet, fleet.settings.ppo, {}
+    controller.completed_steps, controller.selection = 3, Selection(fleet.settings.ppo)
     found = HeldOutResult({OBJECTIVE: 1.0}, [1.0])
     controller._evaluation = SimpleNamespace(evaluate=lambda _: found)
     controller._utilisation = SimpleNamespace(begin=lambda: None, sync_metrics=lambda _: {})
@@ -237,8 +237,7 @@ def rank() -> Iterator[Rank]:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_states_moved_to_host_memory_train_to_the_same_bits(stage: Any, rank: Rank, tmp_path: Any) -> None:
-    from rlhf_core.engines.deepspeed import TrainingEngine
-    from rlhf_core.engines.host_states import offload_states, reload_states
+    from rlhf_core.engines.deepspeed import TrainingEngine, offload_states, reload_states
 
     found = []
     for moves in (False, True):

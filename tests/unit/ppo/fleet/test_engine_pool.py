@@ -43,7 +43,7 @@ class _Engine(ScriptedEngineActor):
         self._index, self._script = index, script
 
     @override
-    def load(self) -> None:
+    def start_engine(self) -> None:
         self._script.answer(self._index)
 
     @override

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -20,12 +20,9 @@ from typing import Any
 import torch
 
 from rlhf_core.engines.distributed import rendezvous
-from rlhf_core.errors import WeightSyncError
-from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.sender_group import SenderGroup
-from rlhf_core.weight_sync.transport import EngineClient, TransportConfig, Weights
-from rlhf_core.weight_sync.vllm_transport import M2NTransport, VllmTransport
-from rlhf_core.weight_sync.wire import (
+from rlhf_core.engines.sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
+from rlhf_core.engines.sync.vllm_transport import VllmTransport
+from rlhf_core.engines.sync.wire import (
     GlooSender,
     Route,
     TensorSpec,
@@ -35,6 +32,8 @@ from rlhf_core.weight_sync.wire import (
     tensor_checksum,
     verify,
 )
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.system.failpoints import failpoint
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class WeightSender:
         rank: Rank of this process among the policy's ranks.
         transport: The same on all ranks.
         listener: Socket at the address of this rank in `transport.senders`.
-        sharded: Names of tensors of which `weights` yields only the part of this rank. Then every rank sends.
+        sharded: Whether `weights` yields only the part of this rank of each tensor. Then every rank sends.
     """
 
     def __init__(
@@ -69,24 +68,18 @@ class WeightSender:
         transport: TransportConfig,
         *,
         listener: socket.socket | None = None,
-        sharded: Collection[str] = (),
+        sharded: bool = False,
     ) -> None:
         self._weights = weights
         self._specs = specs
         self._client = client
         self._senders = list(transport.senders)
         self._index = self._senders.index(rank) if rank in transport.senders else None
-        self._sharded = frozenset(sharded)
+        self._sharded = sharded
         self._checksums: dict[str, str] = {}
-        self._transport: _GlooTransport | VllmTransport | M2NTransport
+        self._transport: _GlooTransport | VllmTransport
         if transport.backend == "gloo":
             self._transport = _GlooTransport(self._stream, specs, client, self._index, transport, listener)
-        elif transport.backend == "nccl_m2n":
-            assert listener is not None, "every rank sends"
-            assert self._index is not None, "every rank sends"
-            self._transport = M2NTransport(
-                self._stream, specs, self._sharded, client, self._index, transport, listener
-            )
         else:
             if listener is not None:
                 # vLLM opens the ports that it needs.
@@ -121,12 +114,11 @@ class WeightSender:
         for spec, (name, tensor) in zip(self._specs, self._weights(), strict=True):
             assert spec.name == name, f"weights come out of order: {name} where {spec.name} was declared"
             part = self._part(spec)
-            if part is not None and name not in self._sharded:
+            if part is not None and not self._sharded:
                 tensor = tensor.flatten()[part]
             tensor = tensor.to(spec.dtype)
             first = 0 if part is None else part.start
-            # Tensors that every rank sends as a whole count once.
-            if part is not None or self._index == 0:
+            if self._index is not None:
                 self._checksums[name] = tensor_checksum(tensor, first)
                 if failpoint("weight_sync.send", "alter") == "alter":
                     tensor = tensor.clone()
@@ -135,17 +127,13 @@ class WeightSender:
 
     def _part(self, spec: TensorSpec) -> slice | None:
         """Return the elements of a tensor that this rank sends; None if it sends all or none."""
+        # Only gloo has several senders.
         if self._index is None or len(self._senders) == 1:
-            return None
-        if not self._transport.sends_parts and spec.name not in self._sharded:
             return None
         return spec.part(self._index, len(self._senders))
 
 
 class _GlooTransport:
-    sends_parts = True
-    """Whether each sender sends its part of tensors that it holds as a whole."""
-
     def __init__(
         self,
         stream: Weights,

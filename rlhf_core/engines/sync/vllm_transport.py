@@ -1,27 +1,20 @@
 """Weight sync by vLLM's own trainer engines, for GPUs.
 
-nccl        rank 0 broadcasts packed buckets
-ipc         each rank shares its memory with the engine on the same GPU
-nccl_m2n    every rank sends what it holds, and NCCL distributes it
+nccl    rank 0 broadcasts packed buckets
+ipc     each rank shares its memory with the engine on the same GPU
 """
 
 from __future__ import annotations
 
-import math
-import socket
-from collections.abc import Callable, Collection, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from rlhf_core.engines.distributed import rendezvous
-from rlhf_core.errors import ConfigError
+from rlhf_core.engines.sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
+from rlhf_core.engines.sync.wire import TensorSpec, plain_handles
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.processes import free_port
-from rlhf_core.weight_sync.sender_group import SenderGroup
-from rlhf_core.weight_sync.transport import EngineClient, TransportConfig, Weights
-from rlhf_core.weight_sync.wire import TensorSpec, plain_handles
 
 _FAILED_SECONDS = 5.0
 """Time for a broadcast to end by itself after an engine has failed."""
@@ -37,8 +30,6 @@ class VllmTransport:
         rank: This policy rank.
         transport: Addresses, sizes and limits of time.
     """
-
-    sends_parts = False
 
     def __init__(
         self,
@@ -115,127 +106,6 @@ def _ipc_buffer(bucket_bytes: int, specs: list[TensorSpec]) -> int:
     """
     sizes = [spec.bytes for spec in specs]
     return max(*sizes, min(bucket_bytes, sum(sizes)))
-
-
-def row_blocks(specs: list[TensorSpec], ranks: int) -> frozenset[str]:
-    """Return the tensors whose ZeRO-3 shards are blocks of rows, which `nccl_m2n` sends without a gather."""
-    from vllm.distributed.weight_transfer.m2n_common import MAX_SOURCE_SHARDS
-
-    # Each engine receives whole tensors, and NCCL cannot join one from more shards.
-    if ranks > MAX_SOURCE_SHARDS:
-        return frozenset()
-    return frozenset(spec.name for spec in specs if spec.shape and spec.shape[0] % ranks == 0)
-
-
-class M2NTransport:
-    """The backend `nccl_m2n`. Every policy rank is a sender.
-
-    Args:
-        stream: The blocks of rows of the tensors in `sharded`, and the other tensors as a whole.
-        specs: Whole tensors.
-        sharded: Names of tensors of which each rank sends its block of rows.
-        client: On rank 0.
-        index: Index of this sender.
-        transport: The same on all ranks.
-        listener: Listening socket at the address of this sender.
-    """
-
-    sends_parts = False
-
-    def __init__(
-        self,
-        stream: Weights,
-        specs: list[TensorSpec],
-        sharded: Collection[str],
-        client: EngineClient | None,
-        index: int,
-        transport: TransportConfig,
-        listener: socket.socket,
-    ) -> None:
-        from vllm.distributed.weight_transfer.m2n_common import REPLICATE, M2NMesh, M2NParamMeta
-        from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
-        from vllm.distributed.weight_transfer.m2n_trainer import (
-            M2NTrainerInitInfo,
-            M2NTrainerWeightTransferEngine,
-        )
-
-        _refuse_untransferable(specs)
-        ranks = len(transport.senders)
-        self._sending = sending = _Sending(stream)
-
-        def group() -> Any:
-            return self._engine.group
-
-        class Source(M2NWeightSource):  # type: ignore[misc]
-            def mesh(self) -> Any:
-                # A mesh has two axes. All ranks are on the first one, which divides the rows of a tensor.
-                return M2NMesh((ranks, 1), 0)
-
-            def metadata(self) -> list[Any]:
-                placements = [(0, REPLICATE) if spec.name in sharded else None for spec in specs]
-                return [
-                    M2NParamMeta(spec.name, spec.dtype, spec.shape, placement)
-                    for spec, placement in zip(specs, placements, strict=True)
-                ]
-
-            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                for spec, (name, tensor) in zip(specs, sending.current, strict=True):
-                    rows = spec.shape[0] // ranks if name in sharded else spec.shape[0]
-                    # With `offload: all`, the shards are in host memory, which NCCL does not send.
-                    yield name, tensor.reshape(rows, *spec.shape[1:]).to(group().device)
-
-        address, port = transport.senders[0]
-        if index > 0:
-            listener.close()
-        store = rendezvous(
-            address,
-            port,
-            ranks,
-            timeout=timedelta(seconds=transport.timeout),
-            listener=listener if index == 0 else None,
-        )
-        self.senders = SenderGroup(store, index, transport.sender_names, transport.timeout)
-        if index == 0:
-            store.set("nccl_port", str(free_port()))
-        info = M2NTrainerInitInfo(
-            rank=index,
-            master_address=address,
-            # `get` waits until rank 0 has set it.
-            master_port=int(store.get("nccl_port")),
-            world_size=ranks + len(transport.receivers),
-            num_trainer_ranks=ranks,
-        )
-        self._client = _Versioned(client, ipc=False)
-        # vLLM changes the current stream, but DeepSpeed needs the default stream.
-        with torch.cuda.stream(torch.cuda.current_stream()):
-            self._engine: Any = M2NTrainerWeightTransferEngine.trainer_init(
-                info, client=self._client, source=Source()
-            )
-
-    def send(self, version: str) -> None:
-        """Send all weights to the engines, which then have this version."""
-        self.senders.start()
-        self._client.start(version)
-        self._sending.start()
-        try:
-            self._engine.send_weights()
-        except BaseException as error:
-            self.senders.report(error)
-            raise
-        finally:
-            self._sending.drain()
-
-
-def _refuse_untransferable(specs: list[TensorSpec]) -> None:
-    """Raise ConfigError if a tensor has a shape or a dtype that `nccl_m2n` does not send."""
-    from vllm.distributed.weight_transfer.m2n_common import check_transferable
-
-    for spec in specs:
-        try:
-            check_transferable(spec.name, spec.dtype, spec.shape)
-        except ValueError as error:
-            raise ConfigError(f"ppo.weight_sync.backend: {error}; use nccl") from error
-        assert math.prod(spec.shape) > 0, f"{spec.name} is empty"
 
 
 class _Sending:

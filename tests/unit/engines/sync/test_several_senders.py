@@ -18,11 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync.sender import SyncReport, WeightSender
-from rlhf_core.weight_sync.sender_group import sender_ranks
-from rlhf_core.weight_sync.transport import TransportConfig
-from rlhf_core.weight_sync.wire import (
+from rlhf_core.engines.sync.sender import SyncReport, WeightSender
+from rlhf_core.engines.sync.transport import TransportConfig, sender_ranks
+from rlhf_core.engines.sync.wire import (
     Acknowledgement,
     GlooSource,
     TensorSpec,
@@ -33,6 +31,7 @@ from rlhf_core.weight_sync.wire import (
     tensor_checksum,
     unpack,
 )
+from rlhf_core.errors import WeightSyncError
 
 torch.manual_seed(0)
 WEIGHTS = {
@@ -136,7 +135,7 @@ def start_senders(
             rank,
             transport,
             listener=listeners[rank],
-            sharded=WEIGHTS if sharded else (),
+            sharded=sharded,
         )
 
     return pool, list(pool.map(connect, range(senders)))

@@ -2,8 +2,8 @@
 received tensor.
 
 vLLM imports this module in each worker of an engine (`worker_extension_cls`). The import registers the
-backends: `rlhf_gloo` and `rlhf_files` are implemented here; `rlhf_nccl`, `rlhf_ipc` and `rlhf_nccl_m2n` are
-those of vLLM with checksums.
+backends: `rlhf_gloo` and `rlhf_files` are implemented here; `rlhf_nccl` and `rlhf_ipc` are those of vLLM with
+checksums.
 
 If LoRA is enabled in the engine, the tensors are those of an adapter. They are stored without a change of the
 model, and `SyncExtension.load_adapter` passes them to vLLM's loader.
@@ -11,7 +11,6 @@ model, and `SyncExtension.load_adapter` passes them to vLLM's loader.
 
 from __future__ import annotations
 
-import copy
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -27,17 +26,17 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from rlhf_core.errors import ModelError
-from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.files import folder_tensors
-from rlhf_core.weight_sync.wire import (
+from rlhf_core.engines.sync.wire import (
     GlooSource,
     Route,
     TensorSpec,
+    folder_tensors,
     receive_buckets,
     tensor_checksum,
     typed_handles,
 )
+from rlhf_core.errors import ModelError
+from rlhf_core.system.failpoints import failpoint
 
 
 @dataclass
@@ -267,36 +266,6 @@ def _ipc_receiver(base: Any) -> Any:
     return IPCReceiver
 
 
-def _m2n_receiver(base: Any) -> Any:
-    """Return vLLM's backend `nccl_m2n` with an inbox, for engines that are separate instances of vLLM."""
-
-    class M2NReceiver(_checksummed(base)):  # type: ignore[misc]
-        model: Any
-        parallel_config: Any
-
-        def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-            """Take the position of this engine, from which its ranks follow as those of a replica."""
-            rest = dict(init_dict)
-            # A copy: all of vLLM reads the original, and this engine is no data-parallel replica.
-            self.parallel_config = copy.copy(self.parallel_config)
-            self.parallel_config.data_parallel_index = rest.pop("position")
-            return super().parse_init_info(rest)
-
-        def init_transfer_engine(self, init_info: Any) -> None:
-            """Plan the transfer for a model without parameters.
-
-            vLLM would receive some tensors directly in the parameters of the model. Each has to arrive as a
-            whole in the inbox for its checksum.
-            """
-            model, self.model = self.model, torch.nn.Module()
-            try:
-                super().init_transfer_engine(init_info)
-            finally:
-                self.model = model
-
-    return M2NReceiver
-
-
 class SyncExtension:
     """Mixed into vLLM's worker class; called by name through `collective_rpc`."""
 
@@ -325,14 +294,12 @@ class SyncExtension:
 
 def _register() -> None:
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-    from vllm.distributed.weight_transfer.m2n_engine import M2NWeightTransferEngine
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
     WeightTransferEngineFactory.register_engine("rlhf_gloo", GlooReceiver)
     WeightTransferEngineFactory.register_engine("rlhf_files", FilesReceiver)
     WeightTransferEngineFactory.register_engine("rlhf_nccl", _checksummed(NCCLWeightTransferEngine))
     WeightTransferEngineFactory.register_engine("rlhf_ipc", _ipc_receiver(IPCWeightTransferEngine))
-    WeightTransferEngineFactory.register_engine("rlhf_nccl_m2n", _m2n_receiver(M2NWeightTransferEngine))
 
 
 _register()

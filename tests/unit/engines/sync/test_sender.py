@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_core.engines.sync.sender import WeightSender
+from rlhf_core.engines.sync.transport import TransportConfig
+from rlhf_core.engines.sync.wire import GlooSource, TensorSpec
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync.sender import WeightSender
-from rlhf_core.weight_sync.transport import TransportConfig
-from rlhf_core.weight_sync.wire import GlooSource, TensorSpec
 from tests.support.cuda_on_cpu import replace_cuda
 
 BIG = 3 << 20

@@ -12,8 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_core.engines.sync.wire import (
+    Acknowledgement,
+    TensorSpec,
+    cut,
+    pack,
+    tensor_checksum,
+    unpack,
+    verify,
+)
 from rlhf_core.errors import WeightSyncError
-from rlhf_core.weight_sync.wire import Acknowledgement, TensorSpec, cut, pack, tensor_checksum, unpack, verify
 
 
 @settings(max_examples=50, deadline=None)
