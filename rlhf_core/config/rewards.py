@@ -234,7 +234,7 @@ class RemoteReward(ExternalReward):
     breaker_failures: PositiveInt = execution(5, "Consecutive failures after which a replica is not used")
     breaker_seconds: PositiveFloat = execution(
         15.0,
-        "Seconds for which it is not used; then it gets a single request",
+        "Seconds for which it is not used",
         within=PAUSE,
     )
 

@@ -32,10 +32,7 @@ BOUNDED = {
     "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",
     "rlhf_core/testing/actors.py: arg.result()": "scripted calls run at once, so their futures are completed",
     "rlhf_core/rewards/failures.py: state.outcome.result()": "the state of an attempt that has ended",
-    "rlhf_core/rewards/remote.py: self._replicas.acquire()": "the time limit of the pool",
-    "rlhf_core/rewards/remote.py: task.result()": (
-        "its group has ended; each request has the source's timeout"
-    ),
+    "rlhf_core/rewards/chat_service.py: asked.result()": "the question has an answer or an error",
     "rlhf_core/ops/serve_reward/server.py: self._arrived.wait()": (
         "a server waits for requests until it is cancelled"
     ),

@@ -35,7 +35,7 @@ from starlette.routing import Route
 
 from rlhf_core.errors import ConfigError
 from rlhf_core.ops.serve_reward.connections import GuardedProtocol
-from rlhf_core.rewards.access_token import TOKEN_VARIABLE, reward_token
+from rlhf_core.rewards.post import TOKEN_VARIABLE, reward_token
 from rlhf_core.rewards.scorer import ItemError
 from rlhf_core.system.serving import OwnAddressOnly, bind
 from rlhf_core.types import PromptAndResponse
