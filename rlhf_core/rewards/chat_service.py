@@ -42,7 +42,6 @@ from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.failures import Failure, Refused, call_with_retries
 from rlhf_core.rewards.post import Poster, fits_header, request_threads
 from rlhf_core.system.files import create_once, read_bounded, read_json, write_atomic
-from rlhf_core.system.waiting import backoff
 
 _FAILED_IN_ROW = 3
 _MOST_RUBRIC_BYTES = 64 << 10
@@ -119,7 +118,7 @@ def ask_service(
                 field,
                 partial(_ask_once, poster, url, settings, question),
                 settings.retries + 1,
-                pause=backoff(settings.backoff, jitter=(0.5, 1.5)),
+                pause=settings.backoff,
             )
         except Failure as error:
             if failed is None:

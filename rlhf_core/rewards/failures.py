@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import logging
 import math
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
-
-from tenacity import RetryCallState, Retrying, retry_if_exception, retry_if_result, stop_after_attempt
 
 from rlhf_core.errors import RewardError
 from rlhf_core.types import RewardInput
@@ -26,6 +26,9 @@ from rlhf_core.types import RewardInput
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_random = random.SystemRandom()
+"""Without a state: the number of failures must not change what a run draws from `random`."""
 
 _MAX_BAD_SAMPLES = 3
 """Approximate number of bad samples that the search finds in one batch. If there are more, all samples of the
@@ -100,7 +103,7 @@ def call_with_retries(
     call: Callable[[], T],
     attempts: int,
     *,
-    pause: Callable[[RetryCallState], float] | None = None,
+    pause: float = 0.0,
     is_incomplete: Callable[[T], bool] = lambda _: False,
 ) -> T:
     """Call until a result is complete, at most `attempts` times, and return the last result or raise its
@@ -110,36 +113,28 @@ def call_with_retries(
         name: Begins the log line of a failed attempt.
         call: Is called without arguments.
         attempts: Maximum number of calls.
-        pause: Seconds before each retry; None: none.
+        pause: Seconds before the first retry, doubled for each further one, times a random factor.
         is_incomplete: Whether a result is worth another attempt.
     """
-
-    def may_pass(error: BaseException) -> bool:
-        return isinstance(error, Failure) and not isinstance(error, Refused)
-
-    def wait(state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        return max(pause(state) if pause else 0.0, getattr(error, "retry_after", 0.0))
-
-    def log_failure(state: RetryCallState) -> None:
-        assert state.outcome is not None
-        if state.outcome.failed:
-            error = state.outcome.exception()
-            log.warning("%s: try %d of %d failed: %s", name, state.attempt_number, attempts, error)
-
-    def last_result(state: RetryCallState) -> T:
-        assert state.outcome is not None
-        result: T = state.outcome.result()
-        return result
-
-    retrying = Retrying(
-        retry=retry_if_exception(may_pass) | retry_if_result(is_incomplete),
-        wait=wait,
-        stop=stop_after_attempt(attempts),
-        after=log_failure,
-        retry_error_callback=last_result,
-    )
-    return retrying(call)
+    attempt = 1
+    while True:
+        retry_after = 0.0
+        try:
+            result = call()
+        except Refused:
+            raise
+        except Failure as failure:
+            log.warning("%s: try %d of %d failed: %s", name, attempt, attempts, failure)
+            if attempt == attempts:
+                raise
+            retry_after = failure.retry_after
+        else:
+            if attempt == attempts or not is_incomplete(result):
+                return result
+        # Clients that failed together must not retry together.
+        wait = pause * 2.0 ** min(attempt - 1, 60) * _random.uniform(0.5, 1.5)
+        time.sleep(max(wait, retry_after))
+        attempt += 1
 
 
 def score_with_retries(
@@ -148,7 +143,7 @@ def score_with_retries(
     samples: Sequence[RewardInput],
     attempts: int,
     *,
-    pause: Callable[[RetryCallState], float] | None = None,
+    pause: float = 0.0,
     search: Call | None = None,
 ) -> Outcome:
     """Call with the whole batch until every value is finite, and return the last answer. If there is none,
@@ -159,7 +154,7 @@ def score_with_retries(
         call: Scores a batch.
         samples: The batch.
         attempts: Maximum number of calls with the whole batch.
-        pause: Seconds before each retry; None: none.
+        pause: As in `call_with_retries`.
         search: Is called in the search instead of `call`.
     """
     answers: list[Outcome] = []

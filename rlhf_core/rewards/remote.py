@@ -40,7 +40,6 @@ from urllib.parse import urlsplit
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.rewards.failures import Failure, Outcome, Refused, score_with_retries
 from rlhf_core.rewards.post import TOKEN_VARIABLE, Poster, request_threads, reward_token
-from rlhf_core.system.waiting import backoff
 from rlhf_core.types import RewardInput
 
 _POLL_SECONDS = 0.1
@@ -156,7 +155,7 @@ class RemoteService:
             self._once,
             samples,
             self._source.retries + 1,
-            pause=backoff(self._source.backoff, jitter=(0.5, 1.5)),
+            pause=self._source.backoff,
             search=partial(self._once, searching=True),
         )
 

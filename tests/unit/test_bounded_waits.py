@@ -30,8 +30,7 @@ BOUNDED = {
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
     "flows/tasks.py: state.result()": "the state of a task that has ended",
     "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",
-    "rlhf_core/testing/actors.py: arg.result()": "scripted calls run at once, so their futures are completed",
-    "rlhf_core/rewards/failures.py: state.outcome.result()": "the state of an attempt that has ended",
+    "rlhf_core/testing/cluster.py: arg.result()": "scripted calls run at once, so their futures are done",
     "rlhf_core/rewards/chat_service.py: asked.result()": "the question has an answer or an error",
     "rlhf_core/ops/serve_reward/server.py: self._arrived.wait()": (
         "a server waits for requests until it is cancelled"
