@@ -169,7 +169,7 @@ def vocabulary_problem(model: str, settings: Mapping[str, Any], tokens: int) -> 
 
 
 def _fields(folder: ModelFolder) -> Iterator[Finding]:
-    """Check fields of config.json for impossible values, and for settings that affect more than the model."""
+    """Check fields of config.json for impossible values."""
     for name, most in _COUNTS.items():
         value = folder.text_config.get(name)
         if value is not None and (type(value) is not int or not 0 < value <= most):
@@ -177,14 +177,6 @@ def _fields(folder: ModelFolder) -> Iterator[Finding]:
                 f"model.path: {folder.root}/config.json: {name} must be an integer from 1 to {most}; got"
                 f" {shown(str(value))}; take config.json from where the model is from"
             )
-    rope, theta = folder.text_config.get("rope_parameters"), folder.text_config.get("rope_theta")
-    newer = rope.get("rope_theta", theta) if isinstance(rope, dict) else theta
-    if theta is not None and newer != theta:
-        # Earlier versions of transformers read the first field, and version 5 reads the second.
-        yield ModelError(
-            f"model.path: {folder.root}/config.json: rope_theta is {shown(str(theta))}, but"
-            f" rope_parameters.rope_theta is {shown(str(newer))}; remove the wrong one"
-        )
 
 
 def _tokenizer(folder: ModelFolder, needs_template: bool) -> Iterator[Finding]:

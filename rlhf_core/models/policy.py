@@ -116,10 +116,7 @@ class Policy(nn.Module):
 
     def save(self, folder: Path, weights: WeightStream | None = None) -> None:
         """Write the model in Hugging Face layout, with `weights` or with its own, if they are whole."""
-        if weights is None:
-            self.lm.save_pretrained(folder)
-        else:
-            save_model(self.lm, folder, weights)
+        save_model(self.lm, folder, weights)
 
 
 def load_policy(

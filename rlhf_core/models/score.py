@@ -125,10 +125,7 @@ class ScoreModel(nn.Module):
         """Write the model in Hugging Face layout, and the statistics. `weights` replaces its own, which must
         be whole otherwise.
         """
-        if weights is None:
-            self.lm.save_pretrained(folder)
-        else:
-            save_model(self.lm, folder, weights)
+        save_model(self.lm, folder, weights)
         self.statistics.save(folder)
 
 

@@ -7,11 +7,13 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
 import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -181,5 +183,13 @@ def _file(module: str) -> Path | None:
     return None
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    argparse.ArgumentParser(description="What transformers and vLLM have of each architecture").parse_args(
+        arguments
+    )
     sys.stdout.write(json.dumps(tables(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

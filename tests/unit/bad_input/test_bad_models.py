@@ -92,10 +92,6 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("num_labels must be an integer from 1 to 10000", "1000000000")),
     "10^9 layers under the name of GPT-2": ({"config__json": CONFIG | {"n_layer": 10**9}},
         ("n_layer must be an integer",)),
-    "two rotary bases": (
-        {"config__json": CONFIG | {"rope_theta": 500000.0, "rope_parameters": {"rope_theta": 10000.0}}},
-        ("rope_theta is '500000.0'", "rope_parameters.rope_theta is '10000.0'"),
-    ),
     "a hole between tensors": (
         {"model__safetensors": header({"a": TENSOR, "b": TENSOR | {"data_offsets": [12, 20]}}, 20)},
         ("is not safetensors",),
