@@ -23,7 +23,7 @@ from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_evaluation
 from rlhf_core.executors.check import check_executors
 from rlhf_core.models.architectures import check_architecture
-from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
+from rlhf_core.models.check import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_devices, check_disk, check_memory, small_model_rates
 from rlhf_core.rewards.check import check_rewards

@@ -273,7 +273,7 @@ class GpuSampler:
 class RayObjects:
     """The results of calls, in Ray.
 
-    `rlhf_core.testing.actors.LocalObjects` holds them in the process of a test.
+    `rlhf_core.testing.cluster.LocalObjects` holds them in the process of a test.
     """
 
     def wait(self, references: Sequence[Any], *, count: int, seconds: float) -> list[Any]:

@@ -242,7 +242,7 @@ class RemoteReward(ExternalReward):
     breaker_failures: PositiveInt = execution(5)
     """Consecutive failures after which a replica is not used"""
     breaker_seconds: PositiveFloat = execution(15.0, within=PAUSE)
-    """Seconds for which it is not used; then it gets a single request"""
+    """Seconds for which it is not used"""
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:

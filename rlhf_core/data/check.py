@@ -26,7 +26,8 @@ from rlhf_core.data.sources import read_rows
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import ConfigError, DataError, Finding, InputError, ModelError, guarded
-from rlhf_core.models.folder import ModelFolder, length_limits
+from rlhf_core.models.check import length_limits
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.files import exists
 from rlhf_core.types import PromptExample
 

@@ -53,14 +53,8 @@ from rlhf_core.data.tokenizer import (
     write_response_prefix,
 )
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.models.folder import (
-    base_model_config,
-    length_limits,
-    length_problems,
-    longest_sequence,
-    text_settings,
-    vocabulary_problem,
-)
+from rlhf_core.models.check import length_limits, length_problems, longest_sequence, vocabulary_problem
+from rlhf_core.models.folder import base_model_config, text_settings
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import write_json
 from rlhf_core.types import PairExample, PromptExample

@@ -38,8 +38,7 @@ from rlhf_core.evaluation.questions import (
 )
 from rlhf_core.evaluation.statistics import Comparison, Verdicts, group_of
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.rewards.chat_service import ask_service, readings
-from rlhf_core.rewards.replies import ModelReply, Replies
+from rlhf_core.rewards.chat_service import ModelReply, Replies, ask_service, readings
 from rlhf_core.system.home import Home
 from rlhf_core.types import RewardInput, StageContext
 

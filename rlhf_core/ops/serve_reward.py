@@ -31,7 +31,7 @@ from starlette.routing import Route
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.models.folder import ModelFolder
-from rlhf_core.rewards.access_token import TOKEN_VARIABLE, reward_token
+from rlhf_core.rewards.post import TOKEN_VARIABLE, reward_token
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.storage.artifacts import parse_artifact_address
 from rlhf_core.system.home import Home

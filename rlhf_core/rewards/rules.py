@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,7 @@ from rlhf_core.config.rewards import (
     LengthReward,
     RelevanceReward,
     RepetitionReward,
+    RewardSource,
     TokenShareReward,
     WellFormedReward,
     compiled,
@@ -45,34 +47,6 @@ _FULL_STOP = regex.compile(r"[\p{Sentence_Terminal}…]|[\u0e00-\u0eff]")
 _LETTER = rf"[^\W{WITHOUT_BLANKS}]"
 """A letter or digit beside which a word cannot begin or end."""
 _IS_CHARACTER = regex.compile(rf"[{WITHOUT_BLANKS}]")
-
-
-def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
-    """Return the raw value of a rule source for one response.
-
-    Raises the gold reward's error for a prompt of another task.
-    """
-    match source:
-        case GoldReward():
-            return gold(sample)
-        case LengthReward():
-            return length(source, sample)
-        case KeywordsReward():
-            return keywords(source, sample)
-        case FormatReward():
-            return format_match(source, sample)
-        case RepetitionReward():
-            return repetition(source, sample)
-        case RelevanceReward():
-            return relevance(source, sample)
-        case WellFormedReward():
-            return well_formed(sample)
-        case TokenShareReward():
-            return token_share(source, sample)
-        case AnswerReward():
-            return answer(source, sample)
-        case _:
-            raise AssertionError(f"{source.type} is not a rule reward")
 
 
 def answer(source: AnswerReward, sample: RewardInput) -> float:
@@ -156,6 +130,27 @@ def token_share(source: TokenShareReward, sample: RewardInput) -> float:
     """Return the share, in [0, 1], of response token ids under `below`; 0 for an empty response."""
     ids = sample.response_ids
     return sum(token < source.below for token in ids) / len(ids) if ids else 0.0
+
+
+_RULES: dict[type[RewardSource], Callable[[Any, RewardInput], float]] = {
+    GoldReward: lambda _, sample: gold(sample),
+    LengthReward: length,
+    KeywordsReward: keywords,
+    FormatReward: format_match,
+    RepetitionReward: repetition,
+    RelevanceReward: relevance,
+    WellFormedReward: lambda _, sample: well_formed(sample),
+    TokenShareReward: token_share,
+    AnswerReward: answer,
+}
+
+
+def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
+    """Return the raw value of a rule source for one response.
+
+    Raises the gold reward's error for a prompt of another task.
+    """
+    return _RULES[type(source)](source, sample)
 
 
 def _content_words(text: str, min_letters: int) -> set[str]:

@@ -16,8 +16,7 @@ from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
-from rlhf_core.models.known_shapes import NAMES, known_shape
-from rlhf_core.models.shape import ModelShape
+from rlhf_core.models.shape import ModelShape, known_models, known_shape
 from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.search import NoSplit, Split, fastest
 from rlhf_core.ops.plan.speed import (
@@ -195,7 +194,7 @@ def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
     if known is None:
         raise ConfigError(
             f"--model-config: must be a readable config.json or a known model; got {model_config!r}, which is"
-            f" no file; known: {', '.join(NAMES)}"
+            f" no file; known: {', '.join(known_models())}"
         )
     return known
 

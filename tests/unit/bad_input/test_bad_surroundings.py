@@ -32,7 +32,6 @@ def reward(text: str) -> str:
 REWARD_FILES: dict[str, str | bytes] = {
     "r.py": "open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n",
     "broken.py": "def f(:\n",
-    "constant.py": "score = 5\n",
     "binary.py": b"\x00\x01\x02",
 }
 PYTHON = "type: python, function: "
@@ -48,8 +47,6 @@ REWARDS = (
     Bad("no such function", reward(PYTHON + "'x:f', file: r.py"), ("r.py has no function f", "score")),
     Bad("broken Python", reward(PYTHON + "'x:f', file: broken.py"), ("broken.py:1", "not valid Python")),
     Bad("bytes", reward(PYTHON + "'x:f', file: binary.py"), ("binary.py", "not valid Python")),
-    Bad("a constant", reward(PYTHON + "'x:score', file: constant.py"),
-        ("constant.py has no function score",)),
     Bad("no such module", reward(PYTHON + "'no_such_module_x:f'"),
         ("module no_such_module_x not found", "0.file")),
     Bad("no such part of a package", reward(PYTHON + "'yaml.nothing:f'"), ("module yaml.nothing not found",)),

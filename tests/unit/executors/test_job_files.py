@@ -26,7 +26,7 @@ from rlhf_core.executors.job_files import JobFiles, delete_jobs
 from rlhf_core.executors.remote import _Reporter
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
-from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.machine import ManualClock
 from rlhf_core.testing.store import ScriptedStore
 
 KEY = "0" * 16

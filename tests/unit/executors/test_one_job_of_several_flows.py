@@ -25,7 +25,7 @@ from rlhf_core.executors.job_files import JobFiles
 from rlhf_core.executors.kuberay import KubeRayJobs
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.machine import ManualClock
 from rlhf_core.types import ArtifactRef
 from tests.support.followed_jobs import FAST, KEY, REF, RESULT, Job, follower
 

@@ -32,8 +32,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, InputError
-from rlhf_core.models.known_shapes import known_shape
-from rlhf_core.models.shape import ModelShape
+from rlhf_core.models.shape import ModelShape, known_shape
 from rlhf_core.ops.plan.plan import make_plan
 from rlhf_core.ops.plan.search import NoSplit, Split, fastest
 from rlhf_core.ops.plan.speed import (

@@ -36,8 +36,8 @@ from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.ops import serve_reward
 from rlhf_core.ops.serve_reward import listen, locate, make_server
-from rlhf_core.rewards.access_token import TOKEN_VARIABLE
 from rlhf_core.rewards.compose import reward_inputs
+from rlhf_core.rewards.post import TOKEN_VARIABLE
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance

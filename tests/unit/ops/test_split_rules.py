@@ -19,8 +19,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
-from rlhf_core.models.known_shapes import known_shape
-from rlhf_core.models.shape import ModelShape
+from rlhf_core.models.shape import ModelShape, known_shape
 from rlhf_core.ops.plan.search import Split, fastest
 from rlhf_core.ops.plan.speed import group_time
 from rlhf_core.planning.advice import with_changes

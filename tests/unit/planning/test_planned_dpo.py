@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.search import Split, fastest
 from rlhf_core.planning.check import check_gpu_counts

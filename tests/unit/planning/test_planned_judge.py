@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.models.known_shapes import known_shape
-from rlhf_core.models.shape import ModelShape
+from rlhf_core.models.shape import ModelShape, known_shape
 from rlhf_core.ops.plan.search import Split, fastest
 from rlhf_core.planning.advice import advise
 from rlhf_core.planning.fit import compare_memory

@@ -25,7 +25,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_judge
 from rlhf_core.executors.spec import StageRecord
-from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.search import fastest
 from rlhf_core.pipeline import STAGES, StageName

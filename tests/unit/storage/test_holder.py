@@ -28,7 +28,7 @@ from rlhf_core.errors import StageHeld
 from rlhf_core.storage.fencing import LeaseTimes, acquire, renewed
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.machine import ManualClock
 from tests.support.claims import claim
 
 KEY = "0123456789abcdef"

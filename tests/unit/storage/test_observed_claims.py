@@ -20,7 +20,7 @@ import pytest
 from rlhf_core.storage.fencing import Claim, LeaseTimes, acquire, claim_next, observe, renewed
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.machine import ManualClock
 from tests.support.claims import claim
 
 KEYS = [f"{number:016x}" for number in range(4)]

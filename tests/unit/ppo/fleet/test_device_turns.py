@@ -32,7 +32,7 @@ from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import WorkerDied
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
-from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.search import Split, fastest
 from rlhf_core.ops.plan.speed import step_time
 from rlhf_core.planning.fit import compare_memory
