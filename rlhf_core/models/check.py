@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.address import is_hub_model
-from rlhf_core.config.base_models import base_of
+from rlhf_core.config.address import base_of, is_hub_model
 from rlhf_core.config.limits import Limits
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.redact import shown
