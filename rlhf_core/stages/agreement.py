@@ -69,7 +69,7 @@ def check_language_model_rewards(
     sources = measured_graders(config.ppo.rewards)
     if not sources:
         return {}
-    pairs, groups, of_models = held_out_pairs_of_people(context.inputs["data"], _PAIRS)
+    pairs, groups, of_models = held_out_pairs_of_people(context.data, _PAIRS)
     if not pairs:
         log.warning(
             "ppo.rewards: the agreement of %s with people was not measured: no held-out pair is labelled by"

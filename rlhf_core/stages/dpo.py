@@ -69,13 +69,13 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         config.dpo,
         config,
         context,
-        context.inputs["data"],
+        context.data,
         context.inputs["sft"],
         context.scratch,
         context.output,
     )
     policy = context.output / "policy"
-    shutil.copytree(context.inputs["data"] / "tokenizer", policy, dirs_exist_ok=True)
+    shutil.copytree(context.data / "tokenizer", policy, dirs_exist_ok=True)
     context.metrics.flush()
     # For the registration, whose host need not have the weights.
     return StageResult(metrics, {"weights_sha256": weights_sha256(policy, context.stored_in(policy))})

@@ -98,7 +98,7 @@ def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> Sta
         # time limits.
         if base.is_hub and context.nodes is None:
             fetch_model(base.path, base.revision)
-        require_same_tokens(base, context.inputs["data"] / "tokenizer")
+        require_same_tokens(base, context.data / "tokenizer")
         state = model_state(config, stage)
         if context.nodes is None:  # else `Nodes.join` does it on each host that has ranks
             digest = model_digest(base.path, base.revision)
@@ -108,7 +108,7 @@ def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> Sta
         _settings(config, stage),
         config,
         context,
-        context.inputs["data"],
+        context.data,
         context.inputs["sft"],
         context.scratch,
         context.output,
@@ -130,7 +130,7 @@ def finish(
     Raises GateFailed if `metrics` are below the limit of the stage.
     """
     for folder in member_folders(context.output / "model"):
-        shutil.copytree(context.inputs["data"] / "tokenizer", folder, dirs_exist_ok=True)
+        shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
     context.metrics.flush()
     check_gate(config, stage, metrics)
     return StageResult(metrics)

@@ -77,12 +77,12 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         config.sft,
         config,
         context,
-        context.inputs["data"],
+        context.data,
         context.scratch,
         context.output,
         state,
     )
-    shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
+    shutil.copytree(context.data / "tokenizer", context.output / "model", dirs_exist_ok=True)
     samples = _samples(config, context, device)
     context.metrics.log_table("sft_samples", samples)
     context.metrics.flush()
@@ -172,8 +172,8 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
     from rlhf_core.evaluation.generate import responses_of
 
     folder = context.output / "model"
-    decode = load_decoder(context.inputs["data"])
-    prompts = load_prompts(context.inputs["data"], "eval")[: config.sft.samples]
+    decode = load_decoder(context.data)
+    prompts = load_prompts(context.data, "eval")[: config.sft.samples]
     deepspeed = config.sft.deepspeed
     if prompts and (needs_actors(deepspeed.ranks) or deepspeed.zero_stage == 3):
         models = {"sft": PolicyFiles(folder)}
