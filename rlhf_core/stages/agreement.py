@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
@@ -48,7 +47,7 @@ def load_checked_judge(
 
 
 def check_language_model_rewards(
-    config: PipelineConfig, context: StageContext, stage: Literal["ppo", "sample", "evaluate"] = "ppo"
+    config: PipelineConfig, context: StageContext, stage: StageName
 ) -> dict[str, float]:
     """Compare the grades of both answers of held-out pairs with the choice of people, for each
     `type: language_model` of `ppo.rewards` with a weight and `min_agreement`. Return the agreement as

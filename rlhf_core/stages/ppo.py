@@ -59,7 +59,7 @@ def run(
     from rlhf_core.stages.agreement import check_language_model_rewards
     from rlhf_core.storage.bundles import weights_sha256
 
-    agreement = check_language_model_rewards(config, context)
+    agreement = check_language_model_rewards(config, context, "ppo")
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.data)
     fleet = make_fleet(config, context, device, decoder.pad)
