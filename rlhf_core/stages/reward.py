@@ -27,7 +27,6 @@ from rlhf_core.config.base_models import BaseModelAddress, base_of
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
 from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.judge_tokens import require_same_tokens
 from rlhf_core.data.sources import (
     ModelState,
     model_digest,
@@ -35,7 +34,7 @@ from rlhf_core.data.sources import (
     require_same_state,
     require_unchanged,
 )
-from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.data.tokenizer import load_decoder, require_same_tokens
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.evaluation.exchanged_prompts import exchange_pairs

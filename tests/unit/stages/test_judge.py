@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_core.stages.pairs import training_pairs
 from safetensors.torch import load_file
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, stage_inputs
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import JudgeConfig
-from rlhf_core.data.judge_tokens import check_base_of_judge
+from rlhf_core.data.check import check_base_of_judge
 from rlhf_core.data.sources import model_state
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.engines.distributed import Rank
@@ -41,7 +42,6 @@ from rlhf_core.run.attempt import _params
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.stages.pairs import training_pairs
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import scripted_trainers, single_rank
