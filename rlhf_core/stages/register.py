@@ -127,7 +127,8 @@ def _candidate(
     trained_by = config.register_.policy
     policy, evaluated = lineage.inputs[trained_by], lineage.inputs["evaluate"]
     reward = lineage.inputs.get("reward")
-    content = evaluation_of(_read_evaluation(context.inputs["evaluate"]), trained_by)
+    folder = context.inputs["evaluate"]
+    content = evaluation_of(json.loads((folder / "evaluation.json").read_text(encoding="utf-8")), trained_by)
     found = metrics_of(evaluated.metrics, trained_by)
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
     metrics = {name: value for name, value in found.items() if not name.startswith("by_source/")}
@@ -139,7 +140,7 @@ def _candidate(
         | _reference_tags(mlflow, lineage.parent_run_id),
         evaluation=replace(
             Evaluation.of(content, reward.digest if reward else None),
-            votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
+            votes=votes.win_rate(folder / "samples.jsonl", "sft"),
         ),
         metrics=metrics,
         evaluation_run_id=evaluated.mlflow_run_id,
@@ -331,19 +332,6 @@ def _load_match(config: PipelineConfig, name: str, output: Path) -> Match | None
 
 
 # -- what is recorded --
-
-
-def _read_evaluation(folder: Path) -> Mapping[str, Any]:
-    path = folder / "evaluation.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptArtifact(
-            f"{path} cannot be read ({error}); the evaluate stage must be run again."
-        ) from error
-    if not isinstance(content, dict):
-        raise CorruptArtifact(f"{path} must hold a JSON object; the evaluate stage must be run again.")
-    return content
 
 
 def _reference_tags(mlflow: Mlflow, run_id: str | None) -> dict[str, str]:

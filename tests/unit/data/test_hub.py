@@ -169,7 +169,7 @@ def test_the_model_is_fetched_before_the_ranks_start(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr(launch, "run_ranks", ranks)
-    for name in ("model_state", "model_digests", "require_unchanged"):
+    for name in ("model_digests", "require_unchanged"):
         monkeypatch.setattr(f"rlhf_core.data.sources.{name}", lambda *_: {})
     config: Any = SimpleNamespace(
         model=SimpleNamespace(path=path, revision=COMMIT),
