@@ -25,8 +25,6 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base_models import BaseModelAddress, base_of
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
-from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.sources import model_digest, require_unchanged
 from rlhf_core.data.tokenizer import load_decoder, require_same_tokens
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.sharding import shards_of
@@ -47,6 +45,7 @@ from rlhf_core.stages.training import (
     StageModel,
     Training,
     accuracy_interval,
+    fetch_base,
     is_correct,
     micro_batches,
     pair_tokens,
@@ -81,15 +80,9 @@ def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
 def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
     """Train the reward model of either stage, `reward` or `judge`."""
     base = base_of(config, stage)
+    fetch_base(config, context, stage)
     if base is not None:
-        # Before the ranks start, as in SFT: a download, and reading all files, can take longer than their
-        # time limits.
-        if base.is_hub and context.nodes is None:
-            fetch_model(base.path, base.revision)
         require_same_tokens(base, context.data / "tokenizer")
-        if context.nodes is None:  # else `Nodes.join` does it on each host that has ranks
-            digest = model_digest(base.path, base.revision)
-            require_unchanged({base.digest_name: digest}, context.sources, config)
     metrics = train_on_ranks(_train, _settings(config, stage), config, context, stage)
     return finish(config, context, stage, metrics)
 

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.limits import never_ends
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data.dataset import load_prompts, load_sft
@@ -40,6 +39,7 @@ from rlhf_core.stages.training import (
     Objective,
     StageModel,
     Training,
+    fetch_base,
     step_metrics,
     train_epochs,
     train_on_ranks,
@@ -55,22 +55,10 @@ _SAMPLES_AT_ONCE = 32
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and log some sampled answers."""
-    from rlhf_core.data.hub import fetch_model
-    from rlhf_core.data.sources import model_digests, require_unchanged, template_digests
     from rlhf_core.engines.distributed import resolve_device
 
     device = resolve_device(config.run.device)
-    # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each
-    # other.
-    if context.nodes is None:
-        if config.model.path is not None and is_hub_model(config.model.path):
-            # Downloaded before the ranks start: a download has no time limit, but loading has
-            # `run.timeouts.start`.
-            fetch_model(config.model.path, config.model.revision)
-        require_unchanged(model_digests(config), context.sources, config)
-    else:
-        # `Nodes.join` does the same with the model on each host that has ranks.
-        require_unchanged(template_digests(config), context.sources, config)
+    fetch_base(config, context, "sft")
     metrics = train_on_ranks(_train, config.sft, config, context)
     shutil.copytree(context.data / "tokenizer", context.output / "model", dirs_exist_ok=True)
     samples = _samples(config, context, device)

@@ -23,10 +23,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.base_models import base_of
 from rlhf_core.config.limits import never_ends
 from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.data.card import sources_of_models
 from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.hub import fetch_model
+from rlhf_core.data.sources import model_digest, require_unchanged
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
@@ -120,6 +123,22 @@ class EarlyStopping:
         if config is None or config.patience is None:
             return False
         return self.evaluations_since >= config.patience
+
+
+def fetch_base(config: PipelineConfig, context: StageContext, stage: StageName) -> None:
+    """Download the base model that a stage starts from, if it is one of the hub.
+
+    Raises DataError if it is not that of the run. On a cluster, `Nodes.join` does this on each host that has
+    ranks.
+    """
+    base = base_of(config, stage)
+    if base is None or context.nodes is not None:
+        return
+    # Before the ranks start: a download, and reading all files, can take longer than their time limits.
+    if base.is_hub:
+        fetch_model(base.path, base.revision)
+    digest = model_digest(base.path, base.revision)
+    require_unchanged({base.digest_name: digest}, context.sources, config)
 
 
 @dataclass(frozen=True)
