@@ -129,10 +129,7 @@ def source_marks(config: PipelineConfig) -> dict[str, str]:
         if not is_reference(source.path):
             marks[name] = _mark(source, config.store)
     if config.model.path is not None and not is_reference(config.model.path):
-        if is_hub_model(config.model.path):
-            marks["model"] = model_digest(config.model.path, config.model.revision)
-        else:
-            marks["model"] = str(file_states(Path(config.model.path)))
+        marks["model"] = model_mark(config.model.path, config.model.revision)
     return marks
 
 
@@ -243,10 +240,15 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
 
-def file_states(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Return name, inode, size and modification time of each file of a model's folder."""
+def model_mark(path: str, revision: str | None) -> str:
+    """Return id and commit of a hub model, or name, inode, size and modification time of each file of a
+    model's folder. No file is read.
+    """
+    if is_hub_model(path):
+        return model_digest(path, revision)
+    folder = Path(path)
     states = ((file.relative_to(folder).as_posix(), file.stat()) for file in _model_files(folder))
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
+    return str(tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states))
 
 
 def model_digest(path: str, revision: str | None) -> str:
