@@ -15,7 +15,7 @@ from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import VotesNeeded
-from rlhf_core.ops.parameters import DEFAULT_CONFIG, EndOfRound
+from rlhf_core.ops.parameters import DEFAULT_CONFIG, END_OF_ROUND, EndOfRound
 from rlhf_core.ops.rounds import pinned_rounds, round_overrides
 
 
@@ -34,7 +34,7 @@ def rounds(
     config: File = DEFAULT_CONFIG,
     number: PositiveInt = 2,
     overrides: tuple[Override, ...] = (),
-    until: EndOfRound = "register",
+    until: EndOfRound = END_OF_ROUND,
 ) -> Rounds | State[Rounds]:
     """Run the pipeline several times. The best answers of each policy, and its pairs of best and worst
     answers, are data of the next round. Finished rounds are reused, an interrupted one is continued. With
@@ -54,7 +54,7 @@ def run_rounds_with(
     config: str,
     number: int,
     overrides: tuple[str, ...],
-    until: EndOfRound = "register",
+    until: EndOfRound = END_OF_ROUND,
 ) -> Rounds:
     """Call `pipeline` once per round, until votes of people are needed. These, and an error outside a round,
     are a notification.

@@ -13,12 +13,10 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from rlhf_core.cluster.check import check_cluster
-from rlhf_core.config.address import JUDGE_PATH
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, shown, texts
 from rlhf_core.data.check import check_data, with_assumed_limits
-from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_evaluation
 from rlhf_core.executors.check import check_executors
@@ -82,7 +80,6 @@ def check(
         ("model.path", check_model),
         ("model.path", check_architecture),
         ("lora", check_adapters),
-        (JUDGE_PATH, check_base_of_judge),
         ("ppo.rewards", check_rewards),
         ("evaluate", lambda config: check_evaluation(config, stages)),
         ("configuration", unusual_settings),

@@ -317,6 +317,11 @@ class StageContext:
     They must be compared with the files that are read.
     """
 
+    @property
+    def data(self) -> Path:
+        """Folder of the artifact of the stage `data`, which nearly all stages read."""
+        return self.inputs["data"]
+
     def stored_in(self, folder: Path) -> dict[str, str]:
         """Return the sha256 of files of a folder of the output that are in the store, by name. They need not
         be on this host.

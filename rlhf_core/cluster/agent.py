@@ -33,7 +33,6 @@ from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.disk_space import Space, space_of
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.sources import model_state
 from rlhf_core.errors import DataError, InfrastructureError, InputError, RLHFError, StoreError, classified
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -208,15 +207,12 @@ class NodeAgent:
         Raises DataError if the folder has other files, and ModelError if there is none.
         """
         model.fetch(self._config, self._artifacts)
-        state = model_state(self._config, model.stage)
         if model.digest_here(self._config) != model.digest:
             base = model.address(self._config)
             raise DataError(
                 f"{base.field}={base.path} has other files on host {socket.gethostname()} than on"
                 f" {self._driver}; copy the folder to every host"
             )
-        # A rank here then need not read all files again.
-        state.write(self._work / "scratch")
 
     @_served
     def discard_old_parts(self) -> None:

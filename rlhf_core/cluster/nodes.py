@@ -44,7 +44,7 @@ from rlhf_core.cluster.rpc import RemoteActor, fetch
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.sources import model_state, require_unchanged
+from rlhf_core.data.sources import require_unchanged
 from rlhf_core.errors import (
     ConfigError,
     DataError,
@@ -248,14 +248,11 @@ class ClusterNodes:
                 fetch_model(address.path, address.revision)
             elif self.lacks_base_weights and self._artifacts is not None:
                 base.fetch(self.config, self._artifacts)
-            state = model_state(self.config, base.stage)
             require_unchanged(
                 {address.digest_name: base.digest_here(self.config)},
                 {address.digest_name: base.digest},
                 self.config,
             )
-            # The weights may be newer than the state that the stage has taken.
-            state.write(self._work / "scratch")
             self._has_base_model = True
 
     def _started(self, host: Host) -> Started:

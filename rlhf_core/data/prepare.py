@@ -39,8 +39,6 @@ from rlhf_core.data.examples import (
 from rlhf_core.data.lengths import Lengths, measured
 from rlhf_core.data.sources import (
     model_digests,
-    model_state,
-    require_same_state,
     require_unchanged,
     source_contents,
     template_digests,
@@ -85,7 +83,7 @@ def prepare(
     Raises DataError or ModelError with the source, the rule and a fix, also if a source does not match its
     digest.
     """
-    contents, state = source_contents(config), model_state(config)
+    contents = source_contents(config)
     digests = {name: source.digest for name, source in contents.items()} | model_digests(config)
     require_unchanged(digests, key_digests or {}, config)
     counts = {name: SetCounts() for name in SETS}
@@ -124,9 +122,8 @@ def prepare(
     write_response_prefix(out, encoder.response_prefix)
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
-    # The tokenizer and the template were read between these checks and the digests.
+    # The template was read between this check and its digest.
     require_unchanged(template_digests(config), digests, config)
-    require_same_state(state, config, digests)
     card = build_card(config, digests, counts, splits, tokenizer)
     longest_prompt = limits.prompt
     if config.given_limits.prompt is None:
@@ -311,10 +308,9 @@ def _check_enough(
     if not getattr(config.data, name) or usable >= needed:
         return
     # The reasons of rows that a limit dropped have the name of its field.
-    words = [word for reason in counts.dropped for word in reason.split() if word.startswith("data.")]
-    fixes = [
-        f"{field}: {lengths.why(field, name, config.given_limits, limits)}" for field in dict.fromkeys(words)
-    ]
+    words = dict.fromkeys(" ".join(counts.dropped).split())
+    fields = [word for word in words if word.startswith("data.")]
+    fixes = [f"{field}: {lengths.why(field, name, config.given_limits, limits)}" for field in fields]
     reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
     if counts.bad:
         reasons.append(f"{counts.bad} malformed (quarantine.jsonl)")

@@ -79,7 +79,7 @@ class LanguageModelJudge:
         Raises:
             DataError: There are no such pairs.
         """
-        pairs, groups = _held_out_pairs(self._context.inputs["data"], self._settings.pairs)
+        pairs, groups = _held_out_pairs(self._context.data, self._settings.pairs)
         found = self._judge(pairs, "pairs")
         interval = Intervals(self._config).win_rate(found.preferences, groups)
         self._agreement = {

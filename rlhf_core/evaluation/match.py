@@ -120,7 +120,7 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
     """
     from rlhf_core.engines.distributed import resolve_device
 
-    prompts = prompts_of_evaluation(config, load_prompts(context.inputs["data"], "eval"))
+    prompts = prompts_of_evaluation(config, load_prompts(context.data, "eval"))
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
     opponent = _load_champion(config, context, champion, judge)
     tokenizer = tokenizer_digest(context.inputs[config.register_.policy] / "policy")
@@ -139,7 +139,7 @@ def _untrained_prompts(
 
     Raises MatchSkipped if too few are left for a test.
     """
-    data = context.inputs["data"]
+    data = context.data
     made = config.model_dump(mode="json", by_alias=True)
     try:
         before = data_of_ancestors(config, open_artifacts(config), made)
@@ -282,7 +282,7 @@ def _responses_of_both(
 
     Raises MatchSkipped if the champion cannot be served.
     """
-    decoder = load_decoder(context.inputs["data"])
+    decoder = load_decoder(context.data)
 
     def respond(name: str, files: PolicyFiles) -> dict[str, list[RewardInput]]:
         return generate.responses_to_sets(
@@ -330,7 +330,7 @@ def _judge_pairs(
 ) -> _JudgedPairs:
     """Compare the answers by the judge of the candidate's evaluation, and by the champion's reward model."""
     code = code_digests(config.ppo.rewards, context.sources)
-    scorer = scoring.ResponseScorer(config, load_decoder(context.inputs["data"]).pad, device, context)
+    scorer = scoring.ResponseScorer(config, load_decoder(context.data).pad, device, context)
 
     def score(measure: str, reward: Path | None) -> list[float]:
         # In one call, so that batch normalisation treats both models' responses alike.

@@ -44,7 +44,7 @@ def prepare_sets(config: PipelineConfig, context: StageContext) -> Sets:
     contents = regression_contents(config)
     digests = {name: source.digest for name, source in contents.items()}
     require_unchanged(digests, context.sources, config)
-    data = context.inputs["data"]
+    data = context.data
     trained = TrainedPrompts.of([data])
     sets = read_sets(config, data, contents)
     for index, (name, prompts) in enumerate(sets.items()):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import base_of, is_hub_model
-from rlhf_core.config.limits import Limits
+from rlhf_core.config.data import Limits
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.redact import shown
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig

@@ -23,7 +23,7 @@ from rlhf_core.config.placement import plan
 from rlhf_core.config.yaml import dump
 from rlhf_core.errors import ConfigError, InputError, RLHFError
 from rlhf_core.ops.plan.plan import make_plan
-from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.pipeline import FIRST_STAGE, STAGES, StageName
 from rlhf_core.planning.search import as_overrides
 from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.local_context import RecordingMetrics, stage_context
@@ -111,7 +111,7 @@ def tune(
     named = load_config(config_path, [*overrides, f"run.name={config.run.name}-tune"])
     checked = CheckedConfig(named, tuple(check_and_prepare(named, str(config_path))), str(config_path))
     last: StageName = "reward" if config.reward.enabled else "sft"
-    with open_run(checked, "data", last, {}, seconds_since_boot()) as run:
+    with open_run(checked, FIRST_STAGE, last, {}, seconds_since_boot()) as run:
         inputs = {
             stage: run.artifacts.fetch(run_with_retries(run, stage).ref)
             for stage in filter(run.includes, STAGES)

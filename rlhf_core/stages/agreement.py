@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
@@ -49,7 +48,7 @@ def load_checked_judge(
 
 
 def check_language_model_rewards(
-    config: PipelineConfig, context: StageContext, stage: Literal["ppo", "sample", "evaluate"] = "ppo"
+    config: PipelineConfig, context: StageContext, stage: StageName
 ) -> dict[str, float]:
     """Compare the grades of both answers of held-out pairs with the choice of people, for each
     `type: language_model` of `ppo.rewards` with a weight and `min_agreement`. Return the agreement as
@@ -70,7 +69,7 @@ def check_language_model_rewards(
     sources = measured_graders(config.ppo.rewards)
     if not sources:
         return {}
-    pairs, groups, of_models = held_out_pairs_of_people(context.inputs["data"], _PAIRS)
+    pairs, groups, of_models = held_out_pairs_of_people(context.data, _PAIRS)
     if not pairs:
         log.warning(
             "ppo.rewards: the agreement of %s with people was not measured: no held-out pair is labelled by"

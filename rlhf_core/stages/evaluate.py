@@ -75,14 +75,14 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     prompts = _held_out_prompts(config, context)
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
-    decoder = load_decoder(context.inputs["data"])
+    decoder = load_decoder(context.data)
     device = resolve_device(config.run.device)
     policies = _policies(config, context)
     policy = main_policy(policies)
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
     count = config.evaluate.answers_per_prompt
     sources = [prompt.source or "unnamed" for prompt in prompts] * count
-    pairs = load_chosen(config, context.inputs["data"], judge)
+    pairs = load_chosen(config, context.data, judge)
     regression_sets = prepare_sets(config, context)
     config = with_room(config, regression_sets)
     sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
@@ -180,7 +180,7 @@ def _judge_facts(
 
 def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
     """Return the prompts of the evaluation. Raises `DataError` if there are none."""
-    held_out = load_prompts(context.inputs["data"], "eval")
+    held_out = load_prompts(context.data, "eval")
     prompts = prompts_of_evaluation(config, held_out)
     if not prompts:
         raise DataError(

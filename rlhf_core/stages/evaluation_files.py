@@ -189,9 +189,9 @@ def _report(
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
         lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
-        data_card=_data_card(context.inputs["data"]),
+        data_card=_data_card(context.data),
         is_best_version=config.ppo.enabled and config.ppo.publish == "best",
-        shared_prompts=shared_prompts(config, load_prompts(context.inputs["data"], "eval")),
+        shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),
         facts={
             "base model": config.model.path or "tiny Llama from scratch",
             **trained,

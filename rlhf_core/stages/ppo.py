@@ -60,9 +60,9 @@ def run(
     from rlhf_core.stages.agreement import check_language_model_rewards
     from rlhf_core.storage.bundles import weights_sha256
 
-    agreement = check_language_model_rewards(config, context)
+    agreement = check_language_model_rewards(config, context, "ppo")
     device = resolve_device(config.run.device)
-    decoder = load_decoder(context.inputs["data"])
+    decoder = load_decoder(context.data)
     fleet = make_fleet(config, context, device, decoder.pad)
     with _started(config, context, decoder, fleet) as controller:
         controller.run()
@@ -72,7 +72,7 @@ def run(
         trained = _save(config, context, controller)
         steps = controller.completed_steps
     for folder in context.output.glob("policy*"):
-        shutil.copytree(context.inputs["data"] / "tokenizer", folder, dirs_exist_ok=True)
+        shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
     published = {}
     if trained is not None:  # the fleet's memory is free now
         sft = context.inputs["sft"]
@@ -105,7 +105,7 @@ def _started(
     from rlhf_core.ppo.training.experience import own_advantages_of
     from rlhf_core.rewards.compose import code_digests
 
-    data, ppo = context.inputs["data"], config.ppo
+    data, ppo = context.data, config.ppo
     prompts = load_prompts(data, "train")
     # The stage `data` has checked the share of answers that can be reached.
     require_answers(prompts, ppo.rewards, most=1.0)

@@ -127,7 +127,8 @@ def _candidate(
     """Return what is registered of the policy."""
     trained_by = config.register_.policy
     policy, evaluated = lineage.inputs[trained_by], lineage.inputs["evaluate"]
-    content = _read_evaluation(context.inputs["evaluate"])
+    folder = context.inputs["evaluate"]
+    content = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
     metrics = {name: value for name, value in evaluated.metrics.items() if not name.startswith("by_source/")}
     # With the plain names, so that versions of all policies have the same tags.
@@ -140,7 +141,7 @@ def _candidate(
         | _reference_tags(mlflow, lineage.parent_run_id),
         evaluation=replace(
             Evaluation.of(content, trained_by),
-            votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
+            votes=votes.win_rate(folder / "samples.jsonl", "sft"),
         ),
     )
 
@@ -330,19 +331,6 @@ def _load_match(config: PipelineConfig, name: str, output: Path) -> Match | None
 
 
 # -- what is recorded --
-
-
-def _read_evaluation(folder: Path) -> Mapping[str, Any]:
-    path = folder / "evaluation.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptArtifact(
-            f"{path} cannot be read ({error}); the evaluate stage must be run again."
-        ) from error
-    if not isinstance(content, dict):
-        raise CorruptArtifact(f"{path} must hold a JSON object; the evaluate stage must be run again.")
-    return content
 
 
 def _reference_tags(mlflow: Mlflow, run_id: str | None) -> dict[str, str]:

@@ -82,8 +82,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
     settings = config.sample
     assert settings is not None
-    prompts, left_out = _prompts(config, context.inputs["data"], settings.prompts)
-    decoder = load_decoder(context.inputs["data"])
+    prompts, left_out = _prompts(config, context.data, settings.prompts)
+    decoder = load_decoder(context.data)
     device = resolve_device(config.run.device)
     files = trained_files(config, settings.policy, context.inputs)
     sampling = SamplingSettings(settings.temperature or config.ppo.temperature, settings.answers, "sample")

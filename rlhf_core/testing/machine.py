@@ -6,7 +6,7 @@ from rlhf_core.testing.machine import ScriptedMachine, on_machine
 with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * 8)):
     assert config_from_tree({}).sft.deepspeed.dtype == "bfloat16"
 
-A GPU whose figures are scripted, for `rlhf_core.cluster.gpu_usage.GpuSampler`:
+A GPU whose figures are scripted, for `rlhf_core.cluster.rpc.GpuSampler`:
 
 gpu = ScriptedGpu([GpuSample(busy=0.5, memory=0.25)])
 sampler = GpuSampler(lambda: "update_policy", gpu.read, seconds=0.001)

@@ -88,8 +88,8 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     if not pairs:
         return [Drift("agreement", None, note="there are no held-out pairs")]
     from rlhf_core.engines.distributed import resolve_device
-    from rlhf_core.stages.pairs import is_correct
     from rlhf_core.stages.reward import evaluate_saved
+    from rlhf_core.stages.training import is_correct
 
     device = resolve_device(config.run.device)
     _, scores_P2 = evaluate_saved(config, Path(request.reward_model), pairs, load_decoder(data).pad, device)
