@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from prefect import Flow
 
 
-PREFIX = "flows.deploy: "
-"""Begins each message. The file that `rlhf up` sends them to also has the output of Prefect's commands."""
-
-
 def deploy(file: Path) -> list[str]:
     """Update the deployments of `file` that exist, and return the names of those that do not."""
     from prefect import get_client
@@ -58,7 +54,7 @@ def deploy(file: Path) -> list[str]:
                     raise
                 # Without a server, nobody could correct them.
                 sys.stderr.write(
-                    f"{PREFIX}{name}: its parameters {deployment.parameters} do not fit this release"
+                    f"{name}: its parameters {deployment.parameters} do not fit this release"
                     f" ({error.response.json()['detail']}); correct them on its page\n"
                 )
     return missing

@@ -17,7 +17,7 @@ from flows.tasks import check_drift, run_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.errors import InputError
 from rlhf_core.ops.parameters import DEFAULT_CONFIG, overrides_of
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
 from rlhf_core.run.checks import reuse_or_check, reuse_or_load
 from rlhf_core.run.pipeline_run import open_run
 
@@ -53,8 +53,8 @@ def rlhf(
     kl_coef: NonNegativeFloat | None = None,
     policy_learning_rate: PositiveFloat | None = None,
     overrides: tuple[Override, ...] = (),
-    start: StageName = "data",
-    until: StageName = "register",
+    start: StageName = FIRST_STAGE,
+    until: StageName = LAST_STAGE,
 ) -> dict[str, Any]:
     """Run the pipeline: train, evaluate and register a policy.
 

@@ -12,12 +12,11 @@ from prefect.states import Completed
 
 from flows.notify import notify, notify_failure
 from flows.rlhf import File, Override, rlhf, run_name
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import VotesNeeded
-from rlhf_core.ops.parameters import DEFAULT_CONFIG, EndOfRound
-from rlhf_core.ops.rounds.rounds import number_of_rows, pinned_rounds, round_overrides
+from rlhf_core.ops.parameters import DEFAULT_CONFIG, END_OF_ROUND, EndOfRound
+from rlhf_core.ops.rounds import pinned_rounds, round_overrides
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class Rounds:
     """Summaries of the finished rounds."""
     votes_needed: str | None = None
     """What people must do before the next round; None if all rounds are finished."""
-    labels: list[int | None] | None = None
-    """Number of rows of the votes on each round, with `sample.judge: people`; None if it is not known."""
 
 
 @flow(name="rlhf-rounds", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
@@ -37,7 +34,7 @@ def rounds(
     config: File = DEFAULT_CONFIG,
     number: PositiveInt = 2,
     overrides: tuple[Override, ...] = (),
-    until: EndOfRound = "register",
+    until: EndOfRound = END_OF_ROUND,
 ) -> Rounds | State[Rounds]:
     """Run the pipeline several times. The best answers of each policy, and its pairs of best and worst
     answers, are data of the next round. Finished rounds are reused, an interrupted one is continued. With
@@ -57,7 +54,7 @@ def run_rounds_with(
     config: str,
     number: int,
     overrides: tuple[str, ...],
-    until: EndOfRound = "register",
+    until: EndOfRound = END_OF_ROUND,
 ) -> Rounds:
     """Call `pipeline` once per round, until votes of people are needed. These, and an error outside a round,
     are a notification.
@@ -81,19 +78,12 @@ def run_rounds_with(
                 in_round = False
     except VotesNeeded as needed:
         notify(f"{runtime.flow_run.name} needs votes", needed.message)
-        return Rounds(summaries, needed.message, _labels(first, summaries))
+        return Rounds(summaries, needed.message)
     except Exception as error:
         if not in_round:  # the flow of a round sends its own failure
             notify(f"{runtime.flow_run.name} failed", f"{type(error).__name__}: {error}")
         raise
-    return Rounds(summaries, labels=_labels(first, summaries))
-
-
-def _labels(first: PipelineConfig, summaries: list[dict[str, Any]]) -> list[int | None] | None:
-    """Return the number of rows of people about each round; None if people do not label."""
-    if not first.labels_by_people:
-        return None
-    return [number_of_rows(first, summary) for summary in summaries]
+    return Rounds(summaries)
 
 
 def end_of_rounds(done: Rounds) -> Rounds | State[Rounds]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
-import sys
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +14,6 @@ from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_core.tracking.champion_log import Move
-    from rlhf_core.tracking.mlflow_client import Mlflow
 
 HUB = "hub:"
 """Prefix of a repository of the Hugging Face hub, as in the addresses of models."""
@@ -63,7 +58,7 @@ def add_champion_commands(commands: Any) -> None:
         metavar="ARGUMENTS",
         nargs=argparse.REMAINDER,
         default=[],
-        help="what follows goes to vLLM, such as --vllm --max-model-len 2048; also as one text",
+        help="what follows goes to vLLM, such as --vllm --max-model-len 2048",
     )
 
     text = "talk to a policy that `rlhf serve` serves"
@@ -83,7 +78,7 @@ def add_champion_commands(commands: Any) -> None:
     sub.add_argument(
         "--replace",
         action="store_true",
-        help="delete the files of a repository that was not written by rlhf publish",
+        help="delete the files that a repository has",
     )
 
 
@@ -127,8 +122,7 @@ def _rollback(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import rollback
 
-    mlflow = open_registry(arguments.home)
-    move, changed = rollback(mlflow, arguments.name, arguments.reason, arguments.to)
+    move, changed = rollback(open_registry(arguments.home), arguments.name, arguments.reason, arguments.to)
     text = describe(move)
     if not changed:
         text = (
@@ -136,7 +130,6 @@ def _rollback(arguments: argparse.Namespace) -> int:
             " another reason"
         )
     print(printable(f"{arguments.name}: {text}"))
-    _warn_if_files_are_missing(mlflow, arguments.name, move)
     return 0
 
 
@@ -144,58 +137,25 @@ def _promote(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import promote
 
-    mlflow = open_registry(arguments.home)
-    move, changed = promote(mlflow, arguments.name, arguments.version, arguments.reason)
+    move, changed = promote(
+        open_registry(arguments.home), arguments.name, arguments.version, arguments.reason
+    )
     text = describe(move)
     if not changed:
         text = f"nothing changed: version {move.version} is the champion since {_utc(move)} UTC"
     print(printable(f"{arguments.name}: {text}"))
-    _warn_if_files_are_missing(mlflow, arguments.name, move)
     return 0
 
 
-def _warn_if_files_are_missing(mlflow: Mlflow, name: str, move: Move) -> None:
-    """Warn if the new champion is in a folder that does not exist here. The registry has no files."""
-    from rlhf_core.tracking.champions import find_version
-    from rlhf_core.tracking.registry import LOCAL_STORE
-
-    if move.version is None:
-        return
-    folder = find_version(mlflow, name, move.version).source.removeprefix(LOCAL_STORE)
-    if folder.startswith("/") and not Path(folder).exists():
-        print(
-            printable(
-                f"warning: {folder}, the policy of version {move.version}, does not exist on this machine;"
-                " here it cannot be served, and no candidate can be compared with it"
-            ),
-            file=sys.stderr,
-        )
-
-
-def _words(given: list[str]) -> list[str]:
-    """Return the words of options that were given as several words, or as one text."""
-    # Several words come from a shell, which has split them. Values can be JSON, with blanks and quotes.
-    if len(given) != 1:
-        return given
-    with suppress(ValueError):
-        if isinstance(json.loads(given[0].partition("=")[2]), dict | list):
-            return given
-    return shlex.split(given[0])
-
-
 def _serve(arguments: argparse.Namespace) -> int:
-    from rlhf_core.run.registered_policies import (
-        open_policy,
-        serve_command,
-        serve_environment,
-        tokenizer_alone,
-    )
+    from rlhf_core.ops.serve import serve_command, serve_environment, tokenizer_alone
+    from rlhf_core.run.registered_policies import open_policy
     from rlhf_core.system.serving import bind
 
     # vLLM binds the address again, after it has imported its packages.
     bind(arguments.host, arguments.port).close()
     policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    more = ["--tokenizer", str(tokenizer_alone(policy, arguments.home)), *_words(arguments.vllm)]
+    more = ["--tokenizer", str(tokenizer_alone(policy, arguments.home)), *arguments.vllm]
     command = serve_command(policy, arguments.host, arguments.port, more)
     print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
     # The server replaces this process, so signals reach it and its exit code is that of the command.

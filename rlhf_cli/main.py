@@ -69,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code(command: Callable[[], int]) -> int:
     """Return the exit code of a command. Its error, if it raises one, is printed to stderr."""
     try:
-        _check_working_folder()
         code = command()
         sys.stdout.flush()  # report a closed pipe here if a reader such as `head` has ended
         return code
@@ -112,16 +111,6 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 for as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the default of stderr
-
-
-def _check_working_folder() -> None:
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise InputError(
-            f"the working folder does not exist any more ({error.strerror}); change to an existing folder and"
-            " run the command again"
-        ) from None
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -224,11 +213,6 @@ def _add_serve_reward(commands: Any) -> None:
     add("--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)")
     add_home(sub, "folder for logs and for copies of artifacts")
     add_endpoint(sub)
-    add(
-        "--template",
-        choices=("chat", "plain"),
-        help="how prompts are rendered (default: as the artifact's data were)",
-    )
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="float32", help="default: %(default)s")
     add(
@@ -328,7 +312,7 @@ def _raise_broken_pipe() -> NoReturn:
 
 
 def _serve_reward(arguments: argparse.Namespace) -> int:
-    from rlhf_core.ops.serve_reward.serve_reward import serve_reward
+    from rlhf_core.ops.serve_reward import serve_reward
 
     home = _home(arguments).make()
     set_up_logging(home)
@@ -339,7 +323,6 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
             port=arguments.port,
             home=home,
             endpoint=arguments.endpoint,
-            template=arguments.template,
             dtype=arguments.dtype,
             attention=arguments.attention,
             device=arguments.device,

@@ -12,7 +12,7 @@ from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.review import Opponent
-    from rlhf_core.ops.review.record import Everyone, Recorded
+    from rlhf_core.ops.review.record import Recorded
 
 _OPPONENTS: dict[Opponent, str] = {"sft": "the SFT model", "champion": "the champion"}
 
@@ -22,7 +22,11 @@ def add_review_command(commands: Any) -> None:
     text = "write a page of blind pairs for people, or read its votes"
     sub = add_command(commands, "review", text, _review, "rlhf review demo-seed0-46d9a620")
     sub.add_argument("run", metavar="RUN", help="name of a finished run, or the path of its summary.json")
-    sub.add_argument("--votes", metavar="FILE", help="votes that the page saved: count and record them")
+    sub.add_argument(
+        "--votes",
+        metavar="FILE",
+        help="votes that the page saved: record them, and count all that are recorded",
+    )
     sub.add_argument(
         "--output", metavar="FILE", help="the page (default: review/against-sft.html in the run's folder)"
     )
@@ -70,34 +74,16 @@ def _review(arguments: argparse.Namespace) -> int:
 
 def _print_recorded(opponent: Opponent, done: Recorded) -> None:
     result = done.result
-    rate, verdicts = result.win_rate, result.verdicts
-    agreement = "none" if result.judge_agreement is None else f"{result.judge_agreement:.3f}"
-    if opponent == "sample":
-        print(
-            f"{done.votes} votes, {verdicts.ties} of them ties; agreement with the judge of the samples:"
-            f" {agreement}"
-        )
-    else:
+    if (rate := result.win_rate) is not None:
         print(
             f"win rate of the policy over {_OPPONENTS[opponent]}:"
-            f" {rate.mean:.3f} [{rate.low:.3f}, {rate.high:.3f}] by {done.votes} votes ({verdicts.wins} wins,"
-            f" {verdicts.losses} losses, {verdicts.ties} ties); p = {verdicts.p_value:.2g}"
+            f" {rate.mean:.3f} [{rate.low:.3f}, {rate.high:.3f}] on {len(result.voted)} pairs"
         )
-        print(f"agreement with the judge of the run: {agreement}")
-    print(_all_votes(done.everyone))
-    left_out = f"; {done.left_out} without, because their prompt is a conversation" if done.left_out else ""
-    print(printable(f"{done.rows} preference rows for data.preference: {done.file}{left_out}"))
+    print(f"recorded: {result.files} files, {result.people} people, {result.votes} votes")
+    judge = "none" if result.judge_agreement is None else f"{result.judge_agreement:.3f}"
+    people = "none, because no pair has votes of two people"
+    if result.agreement is not None:
+        people = f"{result.agreement:.3f} on {result.shared} pairs"
+    print(f"agreement with the judge of the run: {judge}; of people: {people}")
+    print(printable(f"{done.rows} preference rows for data.preference: {done.file}"))
     print(printable(f"MLflow: run {done.mlflow_run_id}" if done.mlflow_run_id else "not recorded in MLflow"))
-
-
-def _all_votes(everyone: Everyone) -> str:
-    """Return one line about all recorded files of a page."""
-    text = f"all recorded files ({everyone.files}): "
-    if (rate := everyone.win_rate) is not None:
-        interval = f"[{rate['low']:.3f}, {rate['high']:.3f}]"
-        text += f"win rate {rate['mean']:.3f} {interval} on {rate['pairs']:g} pairs, "
-    who = "1 person" if everyone.people == 1 else f"{everyone.people} people"
-    text += f"{everyone.votes} votes of {who}; agreement of people: "
-    if everyone.agreement is None:
-        return f"{text}none, because no pair has votes of two people"
-    return f"{text}{everyone.agreement:.3f} on {everyone.shared} pairs"

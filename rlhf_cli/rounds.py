@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from rlhf_cli.arguments import add_command, add_config
@@ -40,7 +39,7 @@ def add_rounds_command(commands: Any) -> None:
 def _rounds(arguments: argparse.Namespace) -> int:
     from rlhf_cli.with_prefect import with_prefect
     from rlhf_core.logs import set_up_logging
-    from rlhf_core.ops.rounds.rounds import check_first_round, check_rounds
+    from rlhf_core.ops.rounds import check_first_round, check_rounds
     from rlhf_core.system.home import Home
 
     check_rounds(arguments.rounds)
@@ -67,21 +66,16 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def print_end(done: Rounds) -> int:
-    """Print what the rounds have made, and what people must do. Returns the exit code."""
-    print_rounds(done.summaries, done.labels)
+    """Print the table of the rounds, their reports, and what people must do. Returns the exit code."""
+    from rich.console import Console
+
+    from rlhf_core.ops.rounds import rounds_table
+
+    Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(done.summaries))
+    for summary in done.summaries:
+        if "report" in summary["where"]:
+            print(f"report of {summary['run']}: {summary['where']['report']}")
     if done.votes_needed is None:
         return 0
     print(printable(done.votes_needed))
     return EXIT_VOTES
-
-
-def print_rounds(summaries: Sequence[dict[str, Any]], labels: Sequence[int | None] | None = None) -> None:
-    """Print the table of the rounds, and where their reports are."""
-    from rich.console import Console
-
-    from rlhf_core.ops.rounds.rounds import rounds_table
-
-    Console(soft_wrap=not sys.stdout.isatty()).print(rounds_table(summaries, labels))
-    for summary in summaries:
-        if "report" in summary["where"]:
-            print(f"report of {summary['run']}: {summary['where']['report']}")

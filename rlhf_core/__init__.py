@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rlhf_core.config.load import load_config
     from rlhf_core.ops.api import run_pipeline, run_stage
     from rlhf_core.ops.plan.plan import Plan, make_plan
-    from rlhf_core.ops.rounds.rounds import run_rounds
+    from rlhf_core.ops.rounds import run_rounds
     from rlhf_core.types import ArtifactRef
 
     __version__: str
@@ -92,7 +92,7 @@ _MODULES = {
     "load_config": "rlhf_core.config.load",
     "make_plan": "rlhf_core.ops.plan.plan",
     "run_pipeline": "rlhf_core.ops.api",
-    "run_rounds": "rlhf_core.ops.rounds.rounds",
+    "run_rounds": "rlhf_core.ops.rounds",
     "run_stage": "rlhf_core.ops.api",
 }
 

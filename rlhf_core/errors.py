@@ -178,16 +178,13 @@ class VotesNeeded(RLHFError):
     exit_code = EXIT_VOTES
 
 
-_BY_NAME: dict[str, type[RLHFError]] = {
-    cls.__name__: cls
-    for cls in (
-        RLHFError, InputError, ConfigError, DataError, ModelError, StageHeld, InfrastructureError,
-        StageFailed, StageTimedOut, WorkerDied, WorkerStuck, OutOfMemory, WeightSyncError, StoreError,
-        StoreUnavailable, UnexpectedError, CorruptArtifact, Superseded, GateFailed, DataDrifted,
-        NonFiniteError, RewardError, VotesNeeded,
-    )
-}  # fmt: skip
+def _with_subclasses(kind: type[RLHFError]) -> Iterator[type[RLHFError]]:
+    yield kind
+    for subclass in kind.__subclasses__():
+        yield from _with_subclasses(subclass)
 
+
+_BY_NAME = {kind.__name__: kind for kind in _with_subclasses(RLHFError)}
 
 _BUGS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError,

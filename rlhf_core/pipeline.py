@@ -12,7 +12,7 @@ This module imports nothing heavy: the command line and the configuration use it
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -105,10 +105,9 @@ class Stage:
         """Whether vLLM samples for it, in its own process or in others that it starts."""
         return self.samples or not set(_ENGINE_MEMORY).isdisjoint(self.memory_fields)
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> Any:
         """Import and return the stage's function."""
-        function: Callable[..., Any] = _load(self.function)
-        return function
+        return _load(self.function)
 
     def load_findings(self) -> Any:
         """Import and return `findings`; None if there are none."""
@@ -214,7 +213,7 @@ _TABLE = (
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
         imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet.fleet", "ray"),
-        preparation="rlhf_core.ppo.fleet.start_ray:start_ray",
+        preparation="rlhf_core.cluster.connect:start_ray",
     ),
     Stage(
         "sample",
@@ -237,7 +236,7 @@ _TABLE = (
     Stage(
         "evaluate",
         "rlhf_core.stages.evaluate:run",
-        version=18,
+        version=19,
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),
@@ -272,8 +271,9 @@ _TABLE = (
 
 STAGES: dict[StageName, Stage] = {stage.name: stage for stage in _TABLE}
 """All stages by name, in the order in which they run."""
+FIRST_STAGE: StageName = _TABLE[0].name
 LAST_STAGE: StageName = _TABLE[-1].name
-"""The stage that a whole run ends with."""
+"""The stages that a whole run begins and ends with."""
 
 
 def stages_between(start: StageName, until: StageName) -> tuple[StageName, ...]:

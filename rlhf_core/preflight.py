@@ -13,17 +13,15 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from rlhf_core.cluster.check import check_cluster
-from rlhf_core.config.base_models import JUDGE_PATH
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, shown, texts
 from rlhf_core.data.check import check_data, with_assumed_limits
-from rlhf_core.data.judge_tokens import check_base_of_judge
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_evaluation
 from rlhf_core.executors.check import check_executors
 from rlhf_core.models.architectures import check_architecture
-from rlhf_core.models.folder import check_adapters, check_model, check_tensor_parallel
+from rlhf_core.models.check import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_devices, check_disk, check_memory, small_model_rates
 from rlhf_core.rewards.check import check_rewards
@@ -82,7 +80,6 @@ def check(
         ("model.path", check_model),
         ("model.path", check_architecture),
         ("lora", check_adapters),
-        (JUDGE_PATH, check_base_of_judge),
         ("ppo.rewards", check_rewards),
         ("evaluate", lambda config: check_evaluation(config, stages)),
         ("configuration", unusual_settings),

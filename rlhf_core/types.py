@@ -17,9 +17,6 @@ from rlhf_core.system.stopping import StopRequest
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of a response to it."""
 
-VersionSpans = tuple[tuple[int, int], ...]
-"""First token and policy version of each part of a response, ascending; empty if one version sampled all."""
-
 CHECKPOINTS = "checkpoints"
 """Folder of the store with the checkpoints of all stages."""
 
@@ -136,9 +133,7 @@ class Rollout:
     finished: bool
     """True if the policy ended with EOS, False if the length limit cut it."""
     policy_version: int
-    """Step whose weights sampled it, or its first token, which has the oldest version."""
-    spans: VersionSpans = ()
-    """Spans of the policy versions, if several sampled it."""
+    """Step whose weights sampled it."""
 
 
 @dataclass(frozen=True)
@@ -237,9 +232,11 @@ class Nodes(Protocol):
     def copies(self) -> Mapping[str, int]:
         """Bytes of the copies of the stage's inputs that each host makes, by their names in its cache."""
 
-    @property
-    def stages(self) -> Collection[StageName]:
-        """The stage and the later ones of its run."""
+    def check(self) -> None:
+        """Compare all nodes of the cluster; to be called when Ray is connected, before `join`.
+
+        Raises ConfigError if a node cannot be used (see `rlhf_core.cluster.handshake`).
+        """
 
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
         """Start an agent on each other host: it fetches the stage's inputs and monitors the processes there.
@@ -319,6 +316,11 @@ class StageContext:
 
     They must be compared with the files that are read.
     """
+
+    @property
+    def data(self) -> Path:
+        """Folder of the artifact of the stage `data`, which nearly all stages read."""
+        return self.inputs["data"]
 
     def stored_in(self, folder: Path) -> dict[str, str]:
         """Return the sha256 of files of a folder of the output that are in the store, by name. They need not

@@ -1,4 +1,5 @@
-"""The agent of one host: its files of a stage, and the monitor of its processes.
+"""The agent of one host: its files of a stage, and the monitor of its processes. `Host` is what the driver
+knows of that host.
 
     driver (`rlhf_core.cluster.nodes`)        agent, one per other host
     ------------------------------------      ------------------------------------------------------------
@@ -19,18 +20,20 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.disk_space import Space, space_of
+from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.sources import model_state
-from rlhf_core.errors import DataError, InputError, StoreError, classified
+from rlhf_core.errors import DataError, InfrastructureError, InputError, RLHFError, StoreError, classified
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
@@ -40,7 +43,6 @@ from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import Home, is_below, make_attempt_folders
-from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef
 
@@ -63,8 +65,6 @@ class Started(NamedTuple):
     """The id of the node whose files this host has: its own, or that of an earlier one if the hosts share the
     folder.
     """
-    gpu_driver: str
-    """Version of the GPUs' driver; empty without one."""
 
 
 def mark_text(token: str, node_id: str) -> str:
@@ -144,8 +144,7 @@ class NodeAgent:
             ) from error
         self._monitor.__enter__()
         files_of = found[1] if self._shares_folders else node_id
-        driver = machine().gpu_driver() or ""
-        return Started(*here(), files_of, driver)
+        return Started(*here(), files_of)
 
     @_served
     def space(self, copies: Mapping[str, int], checkpoints: str) -> Space:
@@ -208,15 +207,12 @@ class NodeAgent:
         Raises DataError if the folder has other files, and ModelError if there is none.
         """
         model.fetch(self._config, self._artifacts)
-        state = model_state(self._config, model.stage)
         if model.digest_here(self._config) != model.digest:
             base = model.address(self._config)
             raise DataError(
                 f"{base.field}={base.path} has other files on host {socket.gethostname()} than on"
                 f" {self._driver}; copy the folder to every host"
             )
-        # A rank here then need not read all files again.
-        state.write(self._work / "scratch")
 
     @_served
     def discard_old_parts(self) -> None:
@@ -245,7 +241,7 @@ class NodeAgent:
         if self._outbox is None:
             self._taken = {prefix: (folder, files)}
         else:
-            self._outbox.add(prefix, folder, files, folder=name, body={})
+            self._outbox.add(Manifest(prefix, name, files, {}), folder)
             shutil.rmtree(folder)
         return files
 
@@ -314,3 +310,101 @@ class NodeAgent:
             raise InputError(
                 f"{path} is not below run.home={home} on host {socket.gethostname()}; nothing was changed"
             )
+
+
+# -- in the driver --
+
+
+POLL_SECONDS = 0.05
+"""Longest wait for the results of calls that may have ended."""
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class HostCall(Pending[R_co]):
+    """A call of the agent on `host`."""
+
+    host: Host = field(kw_only=True)
+
+
+@dataclass
+class Host:
+    """One node other than the driver's."""
+
+    node_id: str
+    actor: RemoteActor[NodeAgent]
+    name: str
+    files_of: str = ""
+    """The id of the node whose files it has: its own, unless hosts share the folder of the run."""
+    inputs: list[Path] = field(default_factory=list)
+    """Folders of the stage's inputs there, which it has verified, in the order of the inputs."""
+    participants: list[Participant] = field(default_factory=list)
+    """Participants of the last report. Their seconds are counted on from there."""
+    silent: float = 0.0
+    """Seconds since the last report."""
+    asked: float = math.inf
+    """Seconds since the last request for a report."""
+    pending: Pending[list[Participant]] | None = None
+    lost: bool = False
+
+    @property
+    def has_files(self) -> bool:
+        """Whether it has files of its own."""
+        return self.files_of == self.node_id
+
+    def call(
+        self, method: Callable[Concatenate[NodeAgent, P], R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> HostCall[R]:
+        call = self.actor.call(method, *args, **kwargs)
+        return HostCall(call.reference, call.objects, host=self)
+
+    def ask(self) -> None:
+        """Request a report, unless one is under way."""
+        if self.pending is None and not self.lost:
+            self.pending, self.asked = self.call(NodeAgent.report), 0.0
+
+    def receive(self, report: Pending[list[Participant]]) -> None:
+        """Replace what is known by a report that has come."""
+        try:
+            [self.participants] = fetch([report], POLL_SECONDS)
+            self.silent, self.pending = 0.0, None
+        except TimeoutError:
+            return  # the next time
+        except RLHFError as error:
+            log.warning("host %s is lost: %s", self.name, error)
+            self.lose()
+
+    def advance(self, seconds: float) -> None:
+        """Count the time since the last report, also for the participants."""
+        self.silent += seconds
+        self.asked += seconds
+        # In place: there may be thousands of them, twice per second.
+        for participant in self.participants:
+            participant.seconds += seconds
+
+    def lose(self) -> None:
+        """Mark the host and its participants as lost. This is final."""
+        self.lost = True
+        for participant in self.participants:
+            participant.state = "lost"
+
+
+def of_host(error: InfrastructureError, calls: Sequence[HostCall[Any]]) -> InfrastructureError:
+    """Return the error of one of several calls with the name of its host. Ray's own errors have none."""
+    for call, has_ended in zip(calls, await_calls(calls, POLL_SECONDS), strict=True):
+        if not has_ended:
+            continue
+        try:
+            fetch([call], POLL_SECONDS)
+        except InfrastructureError as own:
+            named = f"host {call.host.name}"
+            return own if named in own.message else type(own)(f"{named}: {own.message}")
+        except (TimeoutError, RLHFError):
+            continue
+    return error
+
+
+def await_calls(calls: Sequence[Pending[R]], seconds: float) -> list[bool]:
+    """Return for each call whether it has ended; `ready` needs at least one."""
+    return ready(calls, seconds) if calls else []

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base_models import BASE_STAGES, BaseModelAddress, base_of, with_base_paths
+from rlhf_core.config.address import BASE_STAGES, BaseModelAddress, base_of, with_base_paths
 from rlhf_core.config.redact import shown
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import model_digest

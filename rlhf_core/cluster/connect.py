@@ -1,7 +1,10 @@
-"""The connection of a stage to Ray: a cluster of this host alone, or the one at RAY_ADDRESS."""
+"""The connection of a stage to Ray: a cluster of this host alone, or the one at RAY_ADDRESS; and the
+environment of ranks and engines on other hosts.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import secrets
@@ -10,10 +13,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_core.cluster.environment import rank_environment
-from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.pipeline import RunConfig, runs_on_gpu
+from rlhf_core.config.placement import plan
 from rlhf_core.errors import ConfigError
+from rlhf_core.storage.s3 import ADDRESS_VARIABLES
+from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 from rlhf_core.types import Nodes
 
 
@@ -25,7 +30,7 @@ def on_cluster() -> bool:
 def connect(
     processes: int,
     device: str,
-    config: PipelineConfig | None = None,
+    run: RunConfig | None = None,
     nodes: Nodes | None = None,
 ) -> None:
     """Connect this process to the cluster at RAY_ADDRESS, or start Ray on 127.0.0.1, unless this process has
@@ -36,12 +41,11 @@ def connect(
     Args:
         processes: Number of actors that a Ray started here has to hold, one CPU each.
         device: "cpu" or "cuda".
-        config: The configuration. If given, all processes on a cluster get its environment, and the nodes are
-            checked.
-        nodes: The other hosts of the stage.
+        run: Section `run`. If given, all processes on a cluster get its environment.
+        nodes: The other hosts of the stage, which are checked.
 
     Raises:
-        ConfigError: The cluster cannot be joined, or its nodes cannot be used (see `check_nodes`).
+        ConfigError: The cluster cannot be joined, or its nodes cannot be used (see `Nodes.check`).
     """
     # No telemetry. Ray leaves CUDA_VISIBLE_DEVICES as it is in processes that have no GPU.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -52,12 +56,61 @@ def connect(
     if not on_cluster():
         _start_on_this_host(processes, device)
     else:
-        _join_cluster({} if config is None else rank_environment(config, device))
+        _join_cluster({} if run is None else rank_environment(run, device))
     if threading.current_thread() is threading.main_thread():
         # Ray replaces the handler by one that ends the process on the spot, with SIGABRT.
         signal.signal(signal.SIGTERM, own_handler)
-    if on_cluster() and config is not None:
-        check_nodes(config, {} if nodes is None else nodes.copies, () if nodes is None else nodes.stages)
+    if on_cluster() and nodes is not None:
+        nodes.check()
+
+
+_FORWARDED = (*ADDRESS_VARIABLES, "RLHF_FAIL", "RLHF_FAIL_TRACE")
+"""Variables of this process that other hosts get: where the store is, and the faults of tests."""
+
+
+def rank_environment(run: RunConfig, device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of a rank or engine on a cluster. Ray adds them to those of its node.
+
+    On this host alone, Ray's processes inherit all variables of the stage. On a cluster they inherit those of
+    Ray on their node. Added are the settings that numbers and protections depend on, `run.env`, and the
+    address of the store.
+
+    Nothing secret is among them: Ray stores the environments of its workers without encryption, and shows
+    them in its API and logs. Every node has the credentials of the store itself. Variables of this host such
+    as NCCL_SOCKET_IFNAME are not sent either, because they may be wrong on another host.
+    """
+    environment = dict(STAGE_PROCESS)
+    environment |= {name: environ[name] for name in _FORWARDED if name in environ}
+    if run.threads:
+        environment |= dict.fromkeys(THREAD_VARIABLES, str(run.threads))
+    environment |= WITHOUT_GPU if device == "cpu" else WITH_GPU
+    return environment | run.env
+
+
+_STDERR = 2
+
+
+def start_ray(config: PipelineConfig) -> None:
+    """Start Ray on this host, to which the fleet connects later.
+
+    Does nothing if the fleet runs on a cluster or on GPUs. If Ray has not started within
+    `run.timeouts.start`, this writes the stacks to stderr and exits with code 1.
+    """
+    # With GPUs, Ray takes its object store from the host memory that is free when it starts, and the stage
+    # before still uses some.
+    if on_cluster() or runs_on_gpu(config):
+        return
+    import ray
+
+    # Also works if `ray.init` hangs in C++ and holds Python's lock.
+    faulthandler.dump_traceback_later(config.run.timeouts.start, exit=True, file=_STDERR)
+    try:
+        connect(plan(config.ppo).cores(gpus=False), "cpu", config.run)
+    except Exception:
+        ray.shutdown()  # what was started; the fleet starts Ray again, and reports what is wrong
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _join_cluster(variables: Mapping[str, str]) -> None:

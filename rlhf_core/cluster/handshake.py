@@ -8,18 +8,15 @@ seconds, by one task without resources per node. One error names each node and i
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from rlhf_core.cluster.disk_space import space_of, space_problem
-from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
+from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import Pending, fetch, ready
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import uses_gpu
@@ -32,12 +29,9 @@ from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import sources_digest, versions
 from rlhf_core.system.home import home_problem
 from rlhf_core.system.machine import machine
-from rlhf_core.system.processes import here
 
 log = logging.getLogger(__name__)
 
-MAX_CLOCK_SECONDS = 60.0
-"""Difference of clocks that is refused, because a bucket refuses signed requests of another time."""
 _STORE_SECONDS = 5.0
 _STORE_OF_HOSTS = "several hosts need a bucket, or a folder that all of them mount at the same path"
 _NOT_COMPARED = ("git", "gpu_driver")
@@ -67,7 +61,7 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
         config: The configuration.
         copies: See `Nodes.copies`. Nodes without GPUs have no ranks of a stage that uses GPUs, and need no
             space for them.
-        stages: See `Nodes.stages`.
+        stages: The stage and the later ones of its run.
 
     Raises:
         ConfigError: Nodes differ from this process, and the message names each of them with its differences;
@@ -85,18 +79,14 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
     # Each side reads what the other one wrote: a folder that is not shared would pass a test of writing.
     store.put_bytes(probe.key("driver"), b"driver")
     try:
-        started = time.time()
         calls = _ask(nodes, probe, config, copies)
         reports = _reports(nodes, calls, config.run.timeouts.start, RAY_CLUSTER)
-        ended = time.time()
         nodes = [node for node in nodes if node["NodeID"] in reports]
         problems = []
         for node in nodes:
             report = reports[node["NodeID"]]
-            found = [report] if isinstance(report, str) else _problems(report, config, len(nodes))
+            found = [report] if isinstance(report, str) else _problems(report, config)
             if not isinstance(report, str):
-                found += _clock_problem(report["clock"], started, ended)
-                found += _hostname_problem(report["host"], reports.values())
                 if store.read_bytes(probe.key(node["NodeID"])) is None and not report["store"]:
                     found.append(
                         f"store.url={config.store_url}: this host does not see what that node writes;"
@@ -116,11 +106,8 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
             + "\nuse one image on all nodes, and give each of them"
             " the credentials of the store"
         )
-    _warn_of_unlike_gpus(nodes, reports)
     if uses_gpu(config.run.device):
         _check_memory(nodes, reports, config, () if own_clusters else stages)
-    if not uses_gpu(config.run.device) and not config.run.threads:
-        _warn_of_unlike_cores(nodes, reports)
 
 
 def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig, stages: Collection[StageName]) -> None:
@@ -178,7 +165,7 @@ def _ask(
         )
         has_ranks = not uses_gpu(config.run.device) or node["Resources"].get("GPU", 0) > 0
         own = dict(copies) if has_ranks else {}
-        calls.append(Pending(task.remote(probe, node["NodeID"], node["NodeManagerAddress"], home, own)))
+        calls.append(Pending(task.remote(probe, node["NodeID"], home, own)))
     return calls
 
 
@@ -216,32 +203,21 @@ def _no_answer(nodes: list[str], seconds: float) -> InfrastructureError:
     )
 
 
-def report_node(
-    probe: StoreProbe, node: str, address: str, home: str, copies: Mapping[str, int]
-) -> dict[str, Any]:
+def report_node(probe: StoreProbe, node: str, home: str, copies: Mapping[str, int]) -> dict[str, Any]:
     """Return what this node reports. It runs as a task of Ray.
 
     Args:
         probe: The store.
         node: Ray's id of this node.
-        address: Ray's address of this node.
         home: `run.home`.
         copies: See `Nodes.copies`.
     """
-    interfaces = psutil.net_if_addrs()
-    own = [name for name, all_ in interfaces.items() if any(each.address == address for each in all_)]
     return {
         "versions": _versions(),
         "gpus": machine().gpu_names(),
-        "cores": machine().cores(),
         "store": _reach_store(probe, node),
         "home": home_problem(Path(home)) or "",
         "space": space_of(Path(home), copies),
-        "address": address,
-        "host": here(),
-        "interface": own[0] if own else "",
-        "interfaces": sorted(interfaces),
-        "clock": time.time(),
     }
 
 
@@ -265,7 +241,7 @@ def _reach_store(probe: StoreProbe, node: str) -> str:
 # -- comparison --
 
 
-def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> list[str]:
+def _problems(report: Mapping[str, Any], config: PipelineConfig) -> list[str]:
     """Return in words what is wrong with one node."""
     found = compare_versions(_versions(), report["versions"])
     if report["store"]:
@@ -275,41 +251,7 @@ def _problems(report: Mapping[str, Any], config: PipelineConfig, nodes: int) -> 
     # Its part of a checkpoint is added when its ranks are known (`ClusterNodes.join`).
     elif too_small := space_problem(config.run.home, report["space"]):
         found.append(too_small)
-    if nodes > 1 and report["address"].startswith("127."):
-        found.append(
-            f"its address {report['address']} cannot be reached from other hosts; start Ray there with"
-            " --node-ip-address"
-        )
-    interfaces = report["interfaces"]
-    for_gloo = config.run.env.get("GLOO_SOCKET_IFNAME", "")
-    missing = [name for name in for_gloo.split(",") if name and name not in interfaces]
-    if missing:
-        found.append(
-            f"run.env.GLOO_SOCKET_IFNAME={for_gloo}: there is no interface {', '.join(missing)}; it has"
-            f" {', '.join(interfaces)}"
-        )
-    for_nccl = config.run.env.get("NCCL_SOCKET_IFNAME", "")
-    if for_nccl and uses_gpu(config.run.device) and not nccl_interfaces(for_nccl, interfaces):
-        found.append(
-            f"run.env.NCCL_SOCKET_IFNAME={for_nccl}: no interface matches; it has {', '.join(interfaces)}"
-        )
     return found
-
-
-def nccl_interfaces(wanted: str, interfaces: Collection[str]) -> list[str]:
-    """Return the interfaces that NCCL may use with this value of NCCL_SOCKET_IFNAME.
-
-    The value is a list of prefixes, with commas between them. After "=" they are whole names. A "^" at the
-    beginning excludes what matches.
-    """
-    listed = wanted.removeprefix("^")
-    names = [name for name in listed.removeprefix("=").split(",") if name]
-    is_exact, is_excluded = listed.startswith("="), wanted.startswith("^")
-    if is_exact:
-        matching = {interface for interface in interfaces if interface in names}
-    else:
-        matching = {interface for interface in interfaces if interface.startswith(tuple(names))}
-    return [interface for interface in interfaces if (interface in matching) != is_excluded]
 
 
 def compare_versions(own: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
@@ -323,64 +265,10 @@ def compare_versions(own: Mapping[str, str], other: Mapping[str, str]) -> list[s
     return found
 
 
-def _clock_problem(clock: float, started: float, ended: float) -> list[str]:
-    """Compare a time of a node with the times of this host before and after the handshake."""
-    difference = max(clock - ended, started - clock)
-    if difference <= MAX_CLOCK_SECONDS:
-        return []
-    word = "ahead" if clock > ended else "behind"
-    return [
-        f"its clock is {difference:.0f} s {word} of this host's, at most {MAX_CLOCK_SECONDS:.0f} s are"
-        " allowed; synchronize it (NTP)"
-    ]
-
-
-def _hostname_problem(host: tuple[str, str], reports: Iterable[Any]) -> list[str]:
-    """Compare hostname and machine of a node with those of all nodes.
-
-    Several nodes on one host are no problem. Messages would not say which of several hosts they mean.
-    """
-    name, machine = host
-    others = [report["host"] for report in reports if not isinstance(report, str)]
-    if all(machine == other for of_node, other in others if of_node == name):
-        return []
-    return [f"another host has its hostname {name}; give each host a name of its own"]
-
-
-def _warn_of_unlike_gpus(nodes: list[dict[str, Any]], reports: Mapping[str, Any]) -> None:
-    kinds: dict[str, list[str]] = {}
-    for node in nodes:
-        report = reports[node["NodeID"]]
-        if report["gpus"]:
-            driver = report["versions"].get("gpu_driver", "?")
-            kind = f"{', '.join(sorted(set(report['gpus'])))} with driver {driver}"
-            kinds.setdefault(kind, []).append(_name(node))
-    if len(kinds) > 1:
-        log.warning("the nodes have different GPUs or drivers: %s", kinds)
-
-
-def _warn_of_unlike_cores(nodes: list[dict[str, Any]], reports: Mapping[str, Any]) -> None:
-    """PPO divides the cores of the driver's host among its processes, also those on other hosts."""
-    unlike = [
-        f"{_name(node)} has {cores}"
-        for node in nodes
-        if (cores := reports[node["NodeID"]]["cores"]) != machine().cores()
-    ]
-    if unlike:
-        log.warning(
-            "run.threads is not set, so PPO counts the cores of this host (%d), but %s; set run.threads",
-            machine().cores(),
-            ", ".join(unlike),
-        )
-
-
 def _name(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def _describe(report: Mapping[str, Any]) -> str:
     devices = f"{len(report['gpus'])} x {report['gpus'][0]}" if report["gpus"] else "no GPU"
-    return (
-        f"{devices}, {report['space'].free / 1e9:.1f} GB free, interface {report['interface'] or 'unknown'},"
-        f" code {report['versions']['code']}"
-    )
+    return f"{devices}, {report['space'].free / 1e9:.1f} GB free, code {report['versions']['code']}"

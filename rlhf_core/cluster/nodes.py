@@ -1,7 +1,7 @@
 """The other hosts of a stage, as its driver sees them: an agent on each (`rlhf_core.cluster.agent`).
 
     join     one agent per node of the stage other than the driver's; hosts with processes fetch the inputs
-    monitor  asks each agent what its processes do, once per second on a few hosts (`heartbeat.OtherHosts`)
+    monitor  asks each agent what its processes do, once per second (`heartbeat.OtherHosts`)
     parts    of checkpoints: each agent hashes, uploads and fetches its own (`checkpoints.HostParts`)
     gather   moves the output that processes have written on other hosts to the store, and small files from
              there to this host
@@ -23,23 +23,32 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from rlhf_core.cluster.agent import MARK, NodeAgent, Started, mark_text
+from rlhf_core.cluster.agent import (
+    MARK,
+    POLL_SECONDS,
+    Host,
+    HostCall,
+    NodeAgent,
+    Started,
+    await_calls,
+    mark_text,
+    of_host,
+)
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.disk_space import space_of, space_problem
-from rlhf_core.cluster.other_host import POLL_SECONDS, Host, HostCall, await_calls, of_host
-from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
+from rlhf_core.cluster.handshake import check_nodes
+from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import RemoteActor, fetch
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.sources import model_state, require_unchanged
+from rlhf_core.data.sources import require_unchanged
 from rlhf_core.errors import (
     ConfigError,
     DataError,
     InfrastructureError,
-    RLHFError,
     WorkerDied,
     WorkerStuck,
 )
@@ -49,14 +58,15 @@ from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, merged
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home, is_below
-from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS = 30.0
-"""A host whose agent has not answered for this long is lost, if there are at most a hundred."""
+"""A host whose agent has not answered for this long is lost."""
+_REPORT_SECONDS = 1.0
+"""Time between two reports of a host."""
 _WAIT_SECONDS = 1.0
 """How often a wait looks whether a host is lost."""
 _FRESH_SECONDS = 3.0
@@ -110,7 +120,7 @@ class ClusterNodes:
         """Whether this host has a copy of the base model without weights, which processes here need."""
         self.copies = copies or {}
         self.stages: Collection[StageName] = ()
-        """See `Nodes.stages`."""
+        """The stage and the later ones of its run, for `check`."""
         self.output = output
         self.checkpoint_bytes = (0, 0)
         """Bytes of a checkpoint of the stage, see `planning.checkpoints.checkpoint_bytes`. The first `join`
@@ -134,11 +144,11 @@ class ClusterNodes:
         self._lock = threading.Lock()
         self.before_leave: Callable[[], None] = lambda: None
         """Function that is called while the agents still answer."""
-        self._gpu_drivers = {driver} if (driver := machine().gpu_driver()) else set()
-        self.on_gpu_drivers: Callable[[str], None] = lambda drivers: None
-        """Function that is called with the versions of the GPU drivers of all hosts, this one included."""
 
     # -- start and end --
+
+    def check(self) -> None:
+        check_nodes(self.config, self.copies, self.stages)
 
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
         if not on_cluster():
@@ -175,16 +185,12 @@ class ClusterNodes:
             started = self._started(host)
             host.name, host.files_of = started.hostname, started.files_of
             self._files_of[host.node_id] = host.files_of
-            if started.gpu_driver:
-                self._gpu_drivers.add(started.gpu_driver)
             if started[:3] == (*here(), self._own_id):
                 host.actor.kill()  # another node on this host, whose processes are seen from here
             else:
                 added.append(host)
         with self._lock:
             self._hosts += added
-        if self._gpu_drivers:
-            self.on_gpu_drivers(", ".join(sorted(self._gpu_drivers)))
         self._monitor.include(self)
         return added
 
@@ -242,14 +248,11 @@ class ClusterNodes:
                 fetch_model(address.path, address.revision)
             elif self.lacks_base_weights and self._artifacts is not None:
                 base.fetch(self.config, self._artifacts)
-            state = model_state(self.config, base.stage)
             require_unchanged(
                 {address.digest_name: base.digest_here(self.config)},
                 {address.digest_name: base.digest},
                 self.config,
             )
-            # The weights may be newer than the state that the stage has taken.
-            state.write(self._work / "scratch")
             self._has_base_model = True
 
     def _started(self, host: Host) -> Started:
@@ -363,8 +366,7 @@ class ClusterNodes:
                 lost = [host.name for host in self._hosts if host.lost]
                 if lost:
                     raise WorkerDied(
-                        f"host {', '.join(lost)} is lost: its agent has not answered for"
-                        f" {silent_seconds(len(self._hosts)):g} s"
+                        f"host {', '.join(lost)} is lost: its agent has not answered for {SILENT_SECONDS:g} s"
                     ) from None
 
     # -- processes: `heartbeat.OtherHosts` --
@@ -374,11 +376,10 @@ class ClusterNodes:
             for host in self._hosts:
                 host.advance(passed)
             self._receive_reports(POLL_SECONDS)
-            interval, limit = report_seconds(len(self._hosts)), silent_seconds(len(self._hosts))
             for host in self._hosts:
-                if host.pending is not None and host.silent > limit and not host.lost:
+                if host.pending is not None and host.silent > SILENT_SECONDS and not host.lost:
                     host.lose()
-                if host.asked >= interval:
+                if host.asked >= _REPORT_SECONDS:
                     host.ask()
             if fresh:
                 self._receive_reports(_FRESH_SECONDS)  # those that were under way may be older than this call
@@ -391,14 +392,8 @@ class ClusterNodes:
         """Take the reports that come within this time."""
         asked = [(host, host.pending) for host in self._hosts if host.pending is not None and not host.lost]
         ended = await_calls([report for _, report in asked], seconds)
-        come = [pair for pair, has_ended in zip(asked, ended, strict=True) if has_ended]
-        try:  # at once, which costs much less
-            for (host, _), participants in zip(
-                come, fetch([report for _, report in come], POLL_SECONDS), strict=True
-            ):
-                host.take(participants)
-        except (TimeoutError, RLHFError):
-            for host, report in come:
+        for (host, report), has_ended in zip(asked, ended, strict=True):
+            if has_ended:
                 host.receive(report)
 
     def save_stacks(self) -> dict[str, str]:
@@ -488,18 +483,6 @@ def _require_same(folder: Path, own: Mapping[str, str], there: Mapping[str, str]
             f"{folder} has other files on host {host} than on {socket.gethostname()}, for example"
             f" {min(differing)}; copy the folder to every host"
         )
-
-
-def report_seconds(hosts: int) -> float:
-    """Return the time between two reports of a host. All hosts together report ten times per second, because
-    each report costs the driver half a millisecond.
-    """
-    return max(1.0, hosts / 10)
-
-
-def silent_seconds(hosts: int) -> float:
-    """Return the time without an answer after which a host is lost: `SILENT_SECONDS`, or three reports."""
-    return max(SILENT_SECONDS, 3 * report_seconds(hosts))
 
 
 def _nothing(_answers: object) -> None:

@@ -1,4 +1,6 @@
-"""Where actors run: the Ray placement group of the ranks of one stage, and the order of bundles by node."""
+"""The Ray cluster that this process has joined, and where on it actors run: the nodes and their resources,
+the placement group of the ranks of one stage, and the order of bundles by node.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.cluster.ray_cluster import RAY_CLUSTER, RayCluster
-from rlhf_core.cluster.rpc import Pending, ready
+from rlhf_core.cluster.rpc import Pending, RemoteActor, ready
 from rlhf_core.errors import ConfigError, WorkerStuck
 
 log = logging.getLogger(__name__)
@@ -18,42 +19,111 @@ _SHOWN_NODES = 8
 """Nodes that a message lists."""
 
 
+class RayCluster:
+    """What the driver of a stage asks Ray about its cluster.
+
+    `rlhf_core.testing.cluster.ScriptedCluster` answers without Ray.
+    """
+
+    def own_id(self) -> str:
+        """Return the id of this process's node."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return what Ray knows of each node that it takes for alive.
+
+        The fields are those of `ray.nodes`: NodeID, NodeManagerHostname, NodeManagerAddress, Resources.
+        """
+        import ray
+
+        return [node for node in ray.nodes() if node["Alive"]]
+
+    def node_names(self) -> dict[str, str]:
+        """Return hostname and address of each node by its id, also of those that are lost."""
+        import ray
+
+        names = {}
+        for node in ray.nodes():
+            names[node["NodeID"]] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        return names
+
+    def total(self) -> Mapping[str, float]:
+        """Return the resources of all nodes."""
+        import ray
+
+        amounts: Mapping[str, float] = ray.cluster_resources()
+        return amounts
+
+    def free(self) -> Mapping[str, float]:
+        """Return the resources that nobody has reserved."""
+        import ray
+
+        amounts: Mapping[str, float] = ray.available_resources()
+        return amounts
+
+    def reserve(self, bundles: Sequence[Mapping[str, float]]) -> tuple[Any, Pending[Any]]:
+        """Return a placement group, and the call that ends when it has its resources."""
+        from ray.util.placement_group import placement_group
+
+        group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+        return group, Pending(group.ready())
+
+    def start_actor(
+        self, actor: type[Any], node_id: str, arguments: Sequence[Any], max_concurrency: int
+    ) -> RemoteActor[Any]:
+        """Start an actor without CPUs on a node.
+
+        Args:
+            actor: Its class.
+            node_id: The node.
+            arguments: Arguments of the constructor.
+            max_concurrency: Calls that run at the same time.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options = {
+            "num_cpus": 0,
+            "max_concurrency": max_concurrency,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
+        }
+        return RemoteActor(ray.remote(actor).options(**options).remote(*arguments))
+
+
+RAY_CLUSTER = RayCluster()
+
+
 @dataclass(frozen=True)
 class RankPlacement:
-    """The bundle of each rank."""
+    """Where each rank runs."""
 
     placement_group: Any
     bundles: list[int]
-    """Indices into the placement group, sorted by node."""
-    neighbours: int
-    """Ranks of one bundle."""
+    """Index of the bundle of each rank, which several ranks may share."""
+    nodes: list[str]
+    """Id of the node of each rank."""
     gpus_per_rank: int
-    ranks: int
 
     def ranks_by_node(self) -> dict[str, dict[str, set[int]]]:
         """Return the ranks on each node, as `ClusterNodes.join` expects them."""
         nodes: dict[str, dict[str, set[int]]] = {}
-        node_of_bundle = node_ids(self.placement_group)
-        for rank in range(self.ranks):
-            node_id = node_of_bundle[self.bundles[rank // self.neighbours]]
-            nodes.setdefault(node_id, {}).setdefault("", set()).add(rank)
+        for rank, node_id in enumerate(self.nodes):
+            nodes.setdefault(node_id, {"": set()})[""].add(rank)
         return nodes
-
-    def node_names(self) -> list[str]:
-        """Return the name of each rank's node, by rank."""
-        node_of_bundle = node_ids(self.placement_group)
-        names = RAY_CLUSTER.node_names()
-        bundles = [self.bundles[rank // self.neighbours] for rank in range(self.ranks)]
-        return [names[node_of_bundle[bundle]] for bundle in bundles]
 
     def options(self, rank: int) -> dict[str, Any]:
         """Return Ray's options for the actor of a rank."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        return bundle_options(self.placement_group, self.bundles[rank], self.gpus_per_rank)
 
-        strategy = PlacementGroupSchedulingStrategy(
-            self.placement_group, placement_group_bundle_index=self.bundles[rank // self.neighbours]
-        )
-        return {"num_cpus": 1, "num_gpus": self.gpus_per_rank, "scheduling_strategy": strategy}
+
+def bundle_options(placement_group: Any, bundle: int, gpus: float) -> dict[str, Any]:
+    """Return Ray's options for an actor in a bundle, of which it takes a CPU and this share of GPUs."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=bundle)
+    return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 
 def reserve_ranks(
@@ -85,7 +155,11 @@ def reserve_ranks(
         fix = "lower ppo.engine.tensor_parallel"
     bundle: dict[str, float] = {"CPU": neighbours, "GPU": neighbours * gpus_per_rank}
     group = reserve([bundle] * (ranks // neighbours), f"{ranks} {label}s{groups}", fix, wait, cluster)
-    return RankPlacement(group, bundles_by_node(group), neighbours, gpus_per_rank, ranks)
+    node_of = node_ids(group)
+    # Ray numbers the bundles of one node in the order of its GPUs, but mixes nodes.
+    by_node = sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
+    chosen = [by_node[rank // neighbours] for rank in range(ranks)]
+    return RankPlacement(group, chosen, [node_of[bundle] for bundle in chosen], gpus_per_rank)
 
 
 def reserve(
@@ -174,15 +248,6 @@ def _free(cluster: RayCluster) -> str:
     names = [name for name in ("CPU", "GPU") if name in total]
     amounts = [f"{free.get(name, 0):g} of {total[name]:g} {name}s" for name in names]
     return f"{' and '.join(amounts)} are free"
-
-
-def bundles_by_node(placement_group: Any) -> list[int]:
-    """Return the indices of the bundles, sorted by node and then by index.
-
-    Ray numbers the bundles of one node in the order of its GPUs, but mixes nodes.
-    """
-    nodes = node_ids(placement_group)
-    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
 
 
 def node_ids(placement_group: Any) -> dict[int, str]:

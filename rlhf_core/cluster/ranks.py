@@ -33,7 +33,7 @@ from rlhf_core.cluster.mailbox import (
     Mailbox,
     portable,
 )
-from rlhf_core.cluster.placement import reserve_ranks
+from rlhf_core.cluster.placement import RAY_CLUSTER, reserve_ranks
 from rlhf_core.cluster.rpc import (
     POLL_SECONDS,
     ActorClient,
@@ -46,7 +46,7 @@ from rlhf_core.cluster.rpc import (
     rpc,
     wait_for_first,
 )
-from rlhf_core.config.pipeline import PipelineConfig, TimeoutsConfig
+from rlhf_core.config.pipeline import RunConfig, TimeoutsConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck, classified
 from rlhf_core.system.heartbeat import Monitor, current_activity, heartbeat, idle, register, unregister
@@ -92,7 +92,7 @@ def run_ranks(
     device: str,
     *args: Any,
     context: StageContext | None,
-    config: PipelineConfig | None = None,
+    run: RunConfig | None = None,
     monitor: Monitor | None = None,
     neighbours: int = 1,
 ) -> Any:
@@ -105,7 +105,7 @@ def run_ranks(
         args: Further arguments of `target`. They must be picklable.
         context: Context of the stage. Only rank 0 gets it, because only rank 0 tracks, commits and reports.
             The others get None.
-        config: Its `run.timeouts`; on a cluster, see `connect`. None for the defaults.
+        run: Section `run`, see `connect`; None for the defaults.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
         neighbours: Each group of this number of consecutive ranks is on one host.
 
@@ -117,8 +117,8 @@ def run_ranks(
     layout = RankLayout(ranks, device, neighbours=neighbours)
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
         if not needs_actors(ranks):
-            return _run_here(layout, target, args, context, _limits(config), seen)
-        return _run_actors(layout, target, args, context, config, seen)[0]
+            return _run_here(layout, target, args, context, _limits(run), seen)
+        return _run_actors(layout, target, args, context, run, seen)[0]
 
 
 def map_ranks(
@@ -129,7 +129,7 @@ def map_ranks(
     context: StageContext | None,
     label: str,
     gpus_per_rank: int = 1,
-    config: PipelineConfig | None = None,
+    run: RunConfig | None = None,
     monitor: Monitor | None = None,
 ) -> list[Any]:
     """Call `target(rank, *args, context)` in a process of its own for each rank, without a process group, and
@@ -143,18 +143,18 @@ def map_ranks(
         context: Context of the stage. Only rank 0 gets it; the others get None.
         label: Names the ranks in messages: `engine`.
         gpus_per_rank: GPUs that each rank sees, with "cuda".
-        config: Its `run.timeouts`; on a cluster, see `connect`. None for the defaults.
+        run: Section `run`, see `connect`; None for the defaults.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
 
     Raises the same errors as `run_ranks`.
     """
     layout = RankLayout(ranks, device, label, gpus_per_rank, process_group=False)
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
-        return _run_actors(layout, target, args, context, config, seen)
+        return _run_actors(layout, target, args, context, run, seen)
 
 
-def _limits(config: PipelineConfig | None) -> TimeoutsConfig:
-    return TimeoutsConfig() if config is None else config.run.timeouts
+def _limits(run: RunConfig | None) -> TimeoutsConfig:
+    return TimeoutsConfig() if run is None else run.timeouts
 
 
 def _run_actors(
@@ -162,12 +162,12 @@ def _run_actors(
     target: Target,
     args: tuple[Any, ...],
     context: StageContext | None,
-    config: PipelineConfig | None,
+    run: RunConfig | None,
     monitor: Monitor,
 ) -> list[Any]:
     nodes = None if context is None else context.nodes
-    with ray_session(layout.ranks, layout.device, config, monitor, nodes):
-        group = RankGroup(layout, _limits(config), monitor)
+    with ray_session(layout.ranks, layout.device, run, monitor, nodes):
+        group = RankGroup(layout, _limits(run), monitor)
         try:
             return group.run(target, args, context)
         finally:
@@ -281,29 +281,46 @@ class RankActor(ListeningActor):
 def ray_session(
     processes: int,
     device: str,
-    config: PipelineConfig | None,
+    run: RunConfig | None,
     monitor: Monitor,
     nodes: Nodes | None = None,
 ) -> Iterator[None]:
-    """Connect to Ray for the body, and end all participants and the connection after it.
-
-    In the body of another session this does nothing.
+    """Do what `new_ray_session` does, and nothing in the body of another session.
 
     Args:
-        processes: Number of actors that a Ray started here has to hold.
-        device: "cpu" or "cuda".
-        config: Its `run.timeouts`; on a cluster, see `connect`. None for the defaults.
-        monitor: The heartbeat monitor of the stage, already entered.
-        nodes: The other hosts of the stage, which it leaves at the end.
+        processes, device, run, monitor, nodes: See `new_ray_session`.
     """
     import ray
 
     if ray.is_initialized():
         yield
         return
-    heartbeat("start Ray", _limits(config).start)
+    with new_ray_session(processes, device, run, monitor, nodes):
+        yield
+
+
+@contextmanager
+def new_ray_session(
+    processes: int,
+    device: str,
+    run: RunConfig | None,
+    monitor: Monitor,
+    nodes: Nodes | None = None,
+) -> Iterator[None]:
+    """Connect to Ray for the body, and end all participants and the connection after it.
+
+    Args:
+        processes: Number of actors that a Ray started here has to hold.
+        device: "cpu" or "cuda".
+        run: Section `run`, see `connect`; None for the defaults.
+        monitor: The heartbeat monitor of the stage, already entered.
+        nodes: The other hosts of the stage, which it leaves at the end.
+    """
+    import ray
+
+    heartbeat("start Ray", _limits(run).start)
     try:
-        connect(processes, device, config, nodes)
+        connect(processes, device, run, nodes)
         idle()  # the body may do anything
         yield
     except BaseException:
@@ -338,7 +355,8 @@ class RankGroup:
         self._names = [layout.name(rank) for rank in range(layout.ranks)]
         """Names of the ranks in messages."""
         if on_cluster():
-            where = self._placement.node_names()
+            nodes = RAY_CLUSTER.node_names()
+            where = [nodes[node_id] for node_id in self._placement.nodes]
             self._names = [f"{name} on {node}" for name, node in zip(self._names, where, strict=True)]
         self._actors = [self._start(rank) for rank in range(layout.ranks)]
 

@@ -1,16 +1,20 @@
 """Addresses of data sources and models: the demo task, local paths, objects in a bucket, and hub ids.
 
 `owner/name` can be a folder or a repository of the Hugging Face hub. `parse_address` decides which, for every
-part of the pipeline: preflight, stage keys, the data stage and the loading of models.
+part of the pipeline: preflight, stage keys, the data stage and the loading of models. `base_of` says which
+model from outside the pipeline a training starts from: that of `model.path` or `reward.judge.path`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.pipeline import StageName
 from rlhf_core.system.files import exists
 
 AddressKind = Literal["synthetic", "local", "s3", "hub", "url"]
@@ -78,3 +82,61 @@ def s3_problem(text: str) -> str | None:
 def is_hub_model(path: str) -> bool:
     """Return whether `model.path` is an id of the Hugging Face hub. Otherwise it is a folder."""
     return parse_address(path).kind == "hub"
+
+
+MODEL_PATH = "model.path"
+JUDGE_PATH = "reward.judge.path"
+BASE_STAGES: tuple[StageName, ...] = ("sft", "judge")
+"""The stages that start from such a model, if it is configured."""
+
+
+@dataclass(frozen=True)
+class BaseModelAddress:
+    """Where a base model is."""
+
+    field: str
+    """Its field of the configuration."""
+    path: str
+    """Folder or hub id; a reference in a configuration whose references are not resolved."""
+    revision: str | None
+    """Commit or branch of a hub id."""
+
+    @property
+    def is_hub(self) -> bool:
+        return is_hub_model(self.path)
+
+    @property
+    def digest_name(self) -> str:
+        """Name of its digest among the sources of a stage."""
+        return "model" if self.field == MODEL_PATH else self.field
+
+    def unpinned(self) -> Iterator[str]:
+        """Yield a warning if it is a hub model without a revision."""
+        if self.is_hub and self.revision is None:
+            revision = self.field.replace(".path", ".revision")
+            yield (
+                f"{self.field}: {self.path} is no local folder, so it is read from the Hugging Face hub; "
+                f"pin {revision} to a commit, or a later run may read another one"
+            )
+
+
+def base_of(config: PipelineConfig, stage: StageName) -> BaseModelAddress | None:
+    """Return the base model from outside that a stage starts from; None if it starts from another artifact or
+    from random weights.
+    """
+    judge = config.reward.judge
+    if stage == "judge" and judge is not None and judge.path is not None:
+        return BaseModelAddress(JUDGE_PATH, judge.path, judge.revision)
+    if stage == "sft" and config.model.path is not None:
+        return BaseModelAddress(MODEL_PATH, config.model.path, config.model.revision)
+    return None
+
+
+def with_base_paths(config: PipelineConfig, paths: Mapping[str, str]) -> PipelineConfig:
+    """Return `config` with other paths of base models, by their fields. Fields without one keep theirs."""
+    model = config.model.model_copy(update={"path": paths.get(MODEL_PATH, config.model.path)})
+    reward = config.reward
+    if reward.judge is not None:
+        judge = reward.judge.model_copy(update={"path": paths.get(JUDGE_PATH, reward.judge.path)})
+        reward = reward.model_copy(update={"judge": judge})
+    return config.model_copy(update={"model": model, "reward": reward})

@@ -135,11 +135,6 @@ def _check_allowed_hosts(allowed: tuple[str, ...]) -> tuple[str, ...]:
 
 AllowedHosts = Annotated[tuple[str, ...], AfterValidator(_check_allowed_hosts)]
 """An allow-list: host names, addresses and networks."""
-ALLOWED_HOSTS = (
-    "Hosts that may receive requests. If a name resolves to a private or loopback address, that address, or a"
-    " network such as 10.0.0.0/8, must be listed as well"
-)
-"""The description of a field of this type."""
 
 
 def check_url(

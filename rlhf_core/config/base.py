@@ -1,6 +1,7 @@
 """What all configuration sections share: the base class, common types, and how a field is declared.
 
-A field declares what it affects, so that stage keys (`keys.py`) need no list of field names:
+The docstring below a field is its description in docs/configuration.md. A field declares what it affects, so
+that stage keys (`keys.py`) need no list of field names:
 
 result      the numbers that come out; the value is part of the stage key
 rounding    the order of floating-point sums; not in the key, but a checkpoint records the value
@@ -43,7 +44,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 class Section(BaseModel):
     """A part of the configuration: frozen, no unknown keys, strict types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class Range(NamedTuple):
@@ -70,39 +71,37 @@ TRIES = Range(0, 1000, "a longer failure requires manual action")
 Effect = Literal["result", "rounding", "execution", "content"]
 
 
-def result(default: Any, description: str, **constraints: Any) -> Any:
+def result(default: Any, **constraints: Any) -> Any:
     """Declare a field that affects the result of its stage.
 
     Args:
         default: The default value; `...` for a field that must be given.
-        description: The text of docs/configuration.md about the field.
         constraints: `within`: a `Range`; `form`: the meaning of `pattern` in words; `later`: the field was
             added after stage keys were in use, so with its default it is not part of a key and existing keys
             stay the same; `inherits`: what the section leaves out is that of the section around it, and a
             value that equals it is in no key; others as for pydantic's `Field`.
     """
-    return _declare("result", default, description, **constraints)
+    return _declare("result", default, **constraints)
 
 
-def rounding(default: Any, description: str, **constraints: Any) -> Any:
+def rounding(default: Any, **constraints: Any) -> Any:
     """Declare a field that affects the result by rounding only. Arguments as for `result`."""
-    return _declare("rounding", default, description, **constraints)
+    return _declare("rounding", default, **constraints)
 
 
-def execution(default: Any, description: str, **constraints: Any) -> Any:
+def execution(default: Any, **constraints: Any) -> Any:
     """Declare a field that affects how the work is done, and not its result. Arguments as for `result`."""
-    return _declare("execution", default, description, **constraints)
+    return _declare("execution", default, **constraints)
 
 
-def content(default: Any, description: str, **constraints: Any) -> Any:
+def content(default: Any, **constraints: Any) -> Any:
     """Declare an address whose content affects the result. Arguments as for `result`."""
-    return _declare("content", default, description, **constraints)
+    return _declare("content", default, **constraints)
 
 
 def _declare(
     effect: Effect,
     default: Any,
-    description: str,
     within: Range | None = None,
     form: str | None = None,
     later: bool = False,
@@ -119,7 +118,7 @@ def _declare(
         extra["later"] = True
     if inherits:
         extra["inherits"] = True
-    return Field(default, description=description, json_schema_extra=extra, **constraints)
+    return Field(default, json_schema_extra=extra, **constraints)
 
 
 def effect_of(field: FieldInfo) -> Effect:

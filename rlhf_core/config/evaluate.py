@@ -1,4 +1,4 @@
-"""Section `evaluate`: prompts, judges and regression sets of the evaluation."""
+"""Section `evaluate`: prompts, judges, the language model that judges, and regression sets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
+from rlhf_core.config.allowed_hosts import check_url
 from rlhf_core.config.base import (
     RANKS,
     TEMPERATURE,
@@ -14,32 +15,63 @@ from rlhf_core.config.base import (
     PositiveInt,
     Range,
     Section,
+    UserPath,
+    content,
     execution,
     result,
 )
 from rlhf_core.config.data import Source
-from rlhf_core.config.language_model import LanguageModelConfig
-from rlhf_core.config.rewards import AnyReward, ModelReward
+from rlhf_core.config.rewards import AnyReward, ChatServiceConfig, ModelReward
+
+
+class LanguageModelConfig(ChatServiceConfig):
+    """A language model that judges answers. Either `path`, or `url` and `model`, must be given."""
+
+    path: UserPath | None = content(None, min_length=1)
+    """Folder of a model in Hugging Face layout, which vLLM runs in the stage with the settings of
+    `ppo.engine`, and which replies with one token; null: `url`
+    """
+    pairs: PositiveInt = result(100, within=Range(10, 100_000, "with fewer, chance decides"))
+    """Held-out preference pairs that the agreement is measured with, or all if there are fewer"""
+    min_agreement: PositiveFloat = execution(0.6, within=Range(0.51, 1.0, "agreement by chance is 0.5"))
+    """If the judge agrees with less than this share of the held-out pairs, or not significantly more often
+    than by chance, the stage `evaluate` fails. A pair on which the judge has no preference counts half
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the model in reports."""
+        return self.model or str(self.path).rstrip("/").rpartition("/")[2]
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        field = "evaluate.language_model"
+        if (self.path is None) == (self.url is None):
+            raise ValueError(f"{field} needs either path or url; got {'both' if self.path else 'neither'}")
+        if self.url is None:
+            if self.model or self.allowed_hosts or self.api_key_env:
+                raise ValueError(
+                    f"{field}.path is run here; got model, allowed_hosts or api_key_env as well; leave them"
+                    " out"
+                )
+            return self
+        if self.model is None:
+            raise ValueError(f"{field}.url needs {field}.model, the name of the model there")
+        check_url(self.url, self.allowed_hosts, f"{field}.url")
+        return self
 
 
 class RegressionSet(Source):
     """Prompts with the reward source that scores their answers."""
 
-    name: str = result(
-        ...,
-        "Name in results and reasons",
-        pattern=r"^[a-z0-9_]{1,32}$",
-        form="1 to 32 of a-z, 0-9 and `_`",
-    )
-    reward: AnyReward = result(
-        ...,
-        "Scores the answers: an item as in `ppo.rewards`, not of type `model`. Raw values are compared",
-    )
+    name: str = result(..., pattern=r"^[a-z0-9_]{1,32}$", form="1 to 32 of a-z, 0-9 and `_`")
+    """Name in results and reasons"""
+    reward: AnyReward = result(...)
+    """Scores the answers: an item as in `ppo.rewards`, not of type `model`. Raw values are compared"""
     margin: PositiveFloat = result(
-        0.02,
-        "The set fails unless the lower bound of the mean difference, paired by prompt, is above -margin",
-        within=Range(1e-6, 1e6, "with 0, a policy that is equally good fails half of the time"),
+        0.02, within=Range(1e-6, 1e6, "with 0, a policy that is equally good fails half of the time")
     )
+    """The set fails unless the lower bound of the mean difference, paired by prompt, is above -margin"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -68,76 +100,52 @@ class RegressionSet(Source):
 class EvaluateConfig(Section):
     """The policy against the SFT model on held-out prompts."""
 
-    prompts: PositiveInt = result(
-        128,
-        "Held-out prompts, or all if there are fewer. Those that choose PPO's policy are left out if at least"
-        " 50 others remain. The default on GPUs is 384: those of `data.max_eval` that are not"
-        " `ppo.evaluate_prompts`",
-    )
+    prompts: PositiveInt = result(128)
+    """Held-out prompts, or all if there are fewer. Those that choose PPO's policy are left out if at least 50
+    others remain. The default on GPUs is 384: those of `data.max_eval` that are not `ppo.evaluate_prompts`
+    """
     answers_per_prompt: PositiveInt = result(
-        1,
-        "Answers of each model to each held-out prompt, in the evaluation and in the match. The outcomes of a"
-        " prompt are averaged, so that a small difference needs fewer prompts"
-        " ([promotion](promotion.md#how-many-prompts))",
-        within=Range(1, 64, "more answers hardly change the mean of a prompt"),
-        later=True,
+        1, within=Range(1, 64, "more answers hardly change the mean of a prompt"), later=True
     )
-    temperature: PositiveFloat | None = result(
-        None,
-        "Sampling temperature of both models; null: ppo.temperature",
-        within=TEMPERATURE,
-    )
+    """Answers of each model to each held-out prompt, in the evaluation and in the match. The outcomes of a
+    prompt are averaged, so that a small difference needs fewer prompts
+    ([promotion](promotion.md#how-many-prompts))
+    """
+    temperature: PositiveFloat | None = result(None, within=TEMPERATURE)
+    """Sampling temperature of both models; null: ppo.temperature"""
     bootstrap: PositiveInt = result(
-        2000,
-        "Resamples for the confidence intervals",
-        within=Range(1, 200_000, "intervals no longer change, and each resample is held in memory"),
+        2000, within=Range(1, 200_000, "intervals no longer change, and each resample is held in memory")
     )
+    """Resamples for the confidence intervals"""
     confidence: PositiveFloat = result(
-        0.95,
-        "Level of the intervals",
-        within=Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful"),
+        0.95, within=Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful")
     )
-    judge: Literal["auto", "language_model", "gold", "judge_model", "reward_model", "rules"] = result(
-        "auto",
-        "The judge of a win. `auto`: the language model if there is one, else the true reward if there is"
-        " one, else the second reward model (`reward.judge`), else the reward model, else the rules",
-    )
-    language_model: LanguageModelConfig | None = result(
-        None,
-        "A language model that judges the evaluation and the match; null: none",
-        later=True,
-    )
-    samples: PositiveInt = result(
-        20,
-        "Sample pairs in the table and report",
-        within=Range(1, 10_000, "rows of one table"),
-    )
-    chosen: bool = result(
-        True,
-        "Compare both models also with the `chosen` answers of held-out pairs, at most `prompts`; needs a"
-        " judge that is no rule",
-        later=True,
-    )
-    regression: tuple[RegressionSet, ...] = result(
-        (),
-        "Prompts on which the policy must not be worse than the SFT model, and in a match than the champion:"
-        " otherwise it is not promoted ([promotion](promotion.md#regression-sets))",
-        max_length=16,
-        later=True,
-    )
-    ranks: PositiveInt = execution(
-        1,
-        "Ranks that compute log-probabilities and scores of the reward model, in the evaluation and in the"
-        " match (one GPU each where there are GPUs). A model that was trained with ZeRO-3 is sharded over"
-        " them; otherwise each has a copy",
-        within=RANKS,
-    )
-    engines: PositiveInt = execution(
-        1,
-        "Engines that sample at the same time, in the evaluation and in the match, with"
-        " `ppo.engine.tensor_parallel` GPUs each",
-        within=RANKS,
-    )
+    """Level of the intervals"""
+    judge: Literal["auto", "language_model", "gold", "judge_model", "reward_model", "rules"] = result("auto")
+    """The judge of a win. `auto`: the language model if there is one, else the true reward if there is one,
+    else the second reward model (`reward.judge`), else the reward model, else the rules
+    """
+    language_model: LanguageModelConfig | None = result(None, later=True)
+    """A language model that judges the evaluation and the match; null: none"""
+    samples: PositiveInt = result(20, within=Range(1, 10_000, "rows of one table"))
+    """Sample pairs in the table and report"""
+    chosen: bool = result(True, later=True)
+    """Compare both models also with the `chosen` answers of held-out pairs, at most `prompts`; needs a judge
+    that is no rule
+    """
+    regression: tuple[RegressionSet, ...] = result((), max_length=16, later=True)
+    """Prompts on which the policy must not be worse than the SFT model, and in a match than the champion:
+    otherwise it is not promoted ([promotion](promotion.md#regression-sets))
+    """
+    ranks: PositiveInt = execution(1, within=RANKS)
+    """Ranks that compute log-probabilities and scores of the reward model, in the evaluation and in the match
+    (one GPU each where there are GPUs). A model that was trained with ZeRO-3 is sharded over them; otherwise
+    each has a copy
+    """
+    engines: PositiveInt = execution(1, within=RANKS)
+    """Engines that sample at the same time, in the evaluation and in the match, with
+    `ppo.engine.tensor_parallel` GPUs each
+    """
 
     @field_validator("regression")
     @classmethod

@@ -346,21 +346,14 @@ def did_you_mean(key: str, section: Schema, path: Keys) -> str:
     """Return `did you mean ...`, or the list of the keys of the section."""
     names = list(section["properties"])
     every = list(all_fields(repeated=True))
-    same = [field for field in every if field[-1] == key]
-    alike = [field for field in every if _abbreviates(key, field[-1])]
     # Two or three letters are more often an abbreviation than a typing error.
-    cutoff = 0.6 if len(key) > 3 else 0.8
-    guesses: tuple[Sequence[Keys], ...] = (
-        [(*path, name) for name in difflib.get_close_matches(key, names, n=1, cutoff=cutoff)],
-        [field for field in same if field[: len(path)] == path],
-        [(*path, name) for name in names if _abbreviates(key, name)][:1],
-        [field for field in alike if field[: len(path)] == path],
-        same,
-        alike,
-    )
-    for guess in guesses:
-        if guess:
-            return f"did you mean {' or '.join(dotted(field) for field in guess[:2])}?"
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6 if len(key) > 3 else 0.8)
+    guesses: list[Keys] = [(*path, name) for name in near]
+    for is_meant in (str.__eq__, _abbreviates):
+        guesses = guesses or [field for field in every if is_meant(key, field[-1])]
+    if guesses:
+        guesses.sort(key=lambda field: field[: len(path)] != path)  # those of this section first
+        return f"did you mean {' or '.join(dotted(field) for field in guesses[:2])}?"
     return "known keys: " + ", ".join(names)
 
 

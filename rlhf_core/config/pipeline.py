@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import ConfigDict, RootModel, field_validator, model_validator
 
 from rlhf_core.config.base import (
     PAUSE,
@@ -23,18 +23,82 @@ from rlhf_core.config.base import (
     result,
     rounding,
 )
-from rlhf_core.config.data import DataConfig
-from rlhf_core.config.drift import DriftConfig
+from rlhf_core.config.data import DEMO_LIMITS, DataConfig, DriftConfig, GivenLimits, Limits, fitted_limits
 from rlhf_core.config.evaluate import EvaluateConfig
-from rlhf_core.config.limits import DEMO_LIMITS, GivenLimits, Limits, fitted_limits
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.register import RegisterConfig
-from rlhf_core.config.resources import Executor, ResourcesConfig
-from rlhf_core.config.sample import SampleConfig
+from rlhf_core.config.register import RegisterConfig, SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
 from rlhf_core.system.machine import machine
+
+Executor = Literal["local", "ray", "kuberay", "slurm"]
+
+_LABEL = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
+_LABEL_FORM = "1 to 63 letters, digits, `.`, `_` and `-`"
+_WORD = r"^[A-Za-z0-9][A-Za-z0-9_.,+-]{0,99}$"
+_WORD_FORM = "1 to 100 letters, digits, `_`, `.`, `,`, `+` and `-`"
+
+
+class StageResources(Section):
+    """The resources of a stage on a cluster. A field that is not set has the value of
+    `run.resources.default`.
+    """
+
+    executor: Executor | None = execution(None)
+    """Where this stage runs; null: `run.executor`"""
+    nodes: PositiveInt | None = execution(None, within=Range(1, 4096, "each is a machine"))
+    """Nodes: worker pods of the Ray cluster (kuberay), nodes of the job (slurm). A Ray cluster that exists
+    (ray) has the nodes that it has; null: 1
+    """
+    gpus_per_node: NonNegativeInt | None = execution(None, within=Range(0, 64, "more than a machine has"))
+    """GPUs of each node (kuberay, slurm); null: none"""
+    cpus_per_node: PositiveInt | None = execution(None)
+    """CPU cores of each node (kuberay, slurm), or those that the stage's own process reserves besides its
+    ranks and engines (ray); null: those of the template, or none
+    """
+    memory_per_node: str | None = execution(
+        None, pattern=r"^[1-9][0-9]{0,8}(Ki|Mi|Gi|Ti)$", form="a number with Ki, Mi, Gi or Ti, such as 512Gi"
+    )
+    """Memory of each node (kuberay, slurm) as a number with Ki, Mi, Gi or Ti; null: that of the template"""
+    queue: str | None = execution(None, pattern=_WORD, form=_WORD_FORM)
+    """Queue: a LocalQueue of Kueue (kuberay) or a partition (slurm)"""
+    priority: str | None = execution(None, pattern=_LABEL, form=_LABEL_FORM)
+    """Priority: a WorkloadPriorityClass of Kueue (kuberay) or a QOS (slurm)"""
+    account: str | None = execution(None, pattern=_WORD, form=_WORD_FORM)
+    """Account that the job is charged to (slurm)"""
+    namespace: str | None = execution(None, pattern=_LABEL, form=_LABEL_FORM)
+    """Namespace of the Ray cluster (kuberay); null: that of the service account or of the kubeconfig"""
+    image: str | None = execution(
+        None, pattern=r"^[^\s\x00-\x1f\x7f]{1,255}$", form="1 to 255 characters without blanks"
+    )
+    """Container image of all pods (kuberay); null: that of the template"""
+    template: UserPath | None = execution(None, min_length=1)
+    """The RayJob (kuberay) or the batch script (slurm); null: `deployments/kubernetes/rayjob.yaml` or
+    `deployments/slurm/rlhf.sbatch` below the working folder
+    """
+    time_limit: PositiveInt | None = execution(
+        None, within=Range(60, 10**8, "a cluster needs minutes to start")
+    )
+    """Seconds after which the scheduler ends the job (kuberay: activeDeadlineSeconds, slurm: --time); null:
+    its default
+    """
+
+
+class ResourcesConfig(RootModel[dict[Literal["default", StageName], StageResources]]):
+    """Resources by stage: `default` for every stage, and the name of a stage that needs others."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    def of(self, stage: StageName) -> StageResources:
+        """Return the resources of `stage`: its own fields, and those of `default` that it does not set."""
+        default, own = self.root.get("default"), self.root.get(stage)
+        fields: dict[str, Any] = {}
+        for resources in (default, own):
+            if resources is not None:
+                fields.update(resources.model_dump(exclude_none=True))
+        return StageResources(**fields)
+
 
 _RANK_VARIABLES = (
     "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD",
@@ -62,74 +126,53 @@ class TimeoutsConfig(Section):
     seconds and tries three times, which is 30 seconds in total.
     """
 
-    start: PositiveFloat = execution(
-        300.0,
-        "Seconds until a training rank or engine is ready: its imports, its model, its connections",
-        within=_SECONDS,
-    )
-    stall: PositiveFloat = execution(
-        600.0,
-        "Seconds for one operation of a rank or engine: a pass over a micro-batch, a collective, a decoding"
-        " step, writing a checkpoint",
-        within=_SECONDS,
-    )
-    sync: PositiveFloat = execution(120.0, "Seconds for one weight sync", within=_SECONDS)
+    start: PositiveFloat = execution(300.0, within=_SECONDS)
+    """Seconds until a training rank or engine is ready: its imports, its model, its connections"""
+    stall: PositiveFloat = execution(600.0, within=_SECONDS)
+    """Seconds for one operation of a rank or engine: a pass over a micro-batch, a collective, a decoding
+    step, writing a checkpoint
+    """
+    sync: PositiveFloat = execution(120.0, within=_SECONDS)
+    """Seconds for one weight sync"""
 
 
 class RunConfig(Section):
     """The run itself. Only the seed and the device change the numbers."""
 
-    name: Name = result(
-        "rlhf",
-        "Name of the pipeline: MLflow experiment, flow run names, log folders",
-        form="1 to 64 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit",
-    )
-    seed: NonNegativeInt = result(0, "Seed of all random choices")
-    home: UserPath = execution(
-        ".rlhf",
-        "Local folder for logs, scratch files and the embedded store and MLflow",
-        min_length=1,
-    )
-    threads: NonNegativeInt = rounding(
-        0,
-        "CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU",
-        within=Range(0, 4096, "more threads than cores are slower"),
-    )
-    device: Literal["auto", "cpu", "cuda"] = result("auto", "`auto`: CUDA if a GPU is available")
-    retries: NonNegativeInt = execution(
-        2,
-        "Retries of a stage that fails. The count starts again after each new checkpoint",
-        within=TRIES,
-    )
-    retry_delay: PositiveFloat = execution(
-        5.0,
-        "Seconds before the first retry; doubles, five times at most",
-        within=PAUSE,
-    )
-    stage_timeout: PositiveFloat = execution(
-        604800.0,
-        "Seconds after which a stage is stopped, over all its attempts in one command",
-        within=Range(1, 5e8, "a stage needs seconds to start"),
-    )
-    timeouts: TimeoutsConfig = execution(TimeoutsConfig(), "When a process counts as stalled")
+    name: Name = result("rlhf", form="1 to 64 of a-z, 0-9, `.`, `_` and `-`, the first a letter or digit")
+    """Name of the pipeline: MLflow experiment, flow run names, log folders"""
+    seed: NonNegativeInt = result(0)
+    """Seed of all random choices"""
+    home: UserPath = execution(".rlhf", min_length=1)
+    """Local folder for logs, scratch files and the embedded store and MLflow"""
+    threads: NonNegativeInt = rounding(0, within=Range(0, 4096, "more threads than cores are slower"))
+    """CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU"""
+    device: Literal["auto", "cpu", "cuda"] = result("auto")
+    """`auto`: CUDA if a GPU is available"""
+    retries: NonNegativeInt = execution(2, within=TRIES)
+    """Retries of a stage that fails. The count starts again after each new checkpoint"""
+    retry_delay: PositiveFloat = execution(5.0, within=PAUSE)
+    """Seconds before the first retry; doubles, five times at most"""
+    stage_timeout: PositiveFloat = execution(604800.0, within=Range(1, 5e8, "a stage needs seconds to start"))
+    """Seconds after which a stage is stopped, over all its attempts in one command"""
+    timeouts: TimeoutsConfig = execution(TimeoutsConfig())
+    """When a process counts as stalled"""
     env: dict[str, str] = rounding(
         {},
-        "Environment variables of ranks and engines on all hosts, for example {NCCL_SOCKET_IFNAME: eth0}."
-        " Allowed: " + ", ".join(_RANK_VARIABLES),
+        description="Environment variables of ranks and engines on all hosts, for example"
+        " {NCCL_SOCKET_IFNAME: eth0}. Allowed: " + ", ".join(_RANK_VARIABLES),
     )
-    executor: Executor = execution(
-        "local",
-        "Where stages run: `local`: a child process; `ray`: a job of a running Ray cluster"
-        " (RAY_API_SERVER_ADDRESS); `kuberay`: a RayJob on Kubernetes; `slurm`: a batch job. See"
-        " [clusters](clusters.md)",
-    )
-    resources: ResourcesConfig = execution(ResourcesConfig({}), "What each stage asks a cluster for")
-    prepare_next: bool = execution(
-        True,
-        "While a stage runs, start the process of the next one and import its libraries, which needs up to"
-        " 1 GiB of host memory; for PPO on the CPU also Ray, which needs about 370 MiB more, and 50 MiB for"
-        " each core",
-    )
+    executor: Executor = execution("local")
+    """Where stages run: `local`: a child process; `ray`: a job of a running Ray cluster
+    (RAY_API_SERVER_ADDRESS); `kuberay`: a RayJob on Kubernetes; `slurm`: a batch job. See
+    [clusters](clusters.md)
+    """
+    resources: ResourcesConfig = execution(ResourcesConfig({}))
+    """What each stage asks a cluster for"""
+    prepare_next: bool = execution(True)
+    """While a stage runs, start the process of the next one and import its libraries, which needs up to 1 GiB
+    of host memory; for PPO on the CPU also Ray, which needs about 370 MiB more, and 50 MiB for each core
+    """
 
     @field_validator("env")
     @classmethod
@@ -156,49 +199,40 @@ class RunConfig(Section):
 class StoreConfig(Section):
     """Where artifacts and checkpoints are stored."""
 
-    url: UserPath | None = execution(
-        None,
-        "A folder or `s3://bucket/prefix`; default `{run.home}/store`",
-        min_length=1,
-    )
-    endpoint: str | None = execution(
-        None,
-        "URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3",
-    )
-    keep_checkpoints: PositiveInt = execution(2, "Newest intact checkpoints kept per stage")
-    keep_best: NonNegativeInt = execution(
-        1,
-        "Number of older checkpoints that are also kept because they are the best, by the reward of their"
-        " own policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, DPO,"
-        " reward model, but not an ensemble)",
-    )
-    retry_seconds: PositiveFloat = execution(
-        60.0,
-        "Seconds for which requests to a bucket are retried after temporary errors (5xx, timeouts, resets)",
-    )
-    allow_other_code: bool = execution(
-        False,
-        "Continue from a checkpoint that other sources of rlhf_core wrote, or other versions of Python,"
-        " torch, transformers, tokenizers, vLLM or DeepSpeed; by default an error",
-    )
-    allow_fresh_start: bool = execution(
-        False,
-        "Train a stage from its beginning if all its checkpoints are damaged or gone; by default an error. An"
-        " intact checkpoint is used in any case",
-    )
+    url: UserPath | None = execution(None, min_length=1)
+    """A folder or `s3://bucket/prefix`; default `{run.home}/store`"""
+    endpoint: str | None = execution(None)
+    """URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3"""
+    keep_checkpoints: PositiveInt = execution(2)
+    """Newest intact checkpoints kept per stage"""
+    keep_best: NonNegativeInt = execution(1)
+    """Number of older checkpoints that are also kept because they are the best, by the reward of their own
+    policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, DPO, reward model,
+    but not an ensemble)
+    """
+    retry_seconds: PositiveFloat = execution(60.0)
+    """Seconds for which requests to a bucket are retried after temporary errors (5xx, timeouts, resets)"""
+    allow_other_code: bool = execution(False)
+    """Continue from a checkpoint that other sources of rlhf_core wrote, or other versions of Python, torch,
+    transformers, tokenizers, vLLM or DeepSpeed; by default an error
+    """
+    allow_fresh_start: bool = execution(False)
+    """Train a stage from its beginning if all its checkpoints are damaged or gone; by default an error. An
+    intact checkpoint is used in any case
+    """
 
 
 class TrackingConfig(Section):
     """MLflow."""
 
-    uri: str | None = result(None, "Tracking server; default MLFLOW_TRACKING_URI, else SQLite in `run.home`")
+    uri: str | None = result(None)
+    """Tracking server; default MLFLOW_TRACKING_URI, else SQLite in `run.home`"""
     experiment: str | None = result(
-        None,
-        "Experiment; default `rlhf/{run.name}`",
-        pattern=r"^[^\x00-\x1f\x7f]{1,250}$",
-        form="1 to 250 characters on one line",
+        None, pattern=r"^[^\x00-\x1f\x7f]{1,250}$", form="1 to 250 characters on one line"
     )
-    system_metrics: bool = execution(True, "Log CPU, memory and GPU use of each stage")
+    """Experiment; default `rlhf/{run.name}`"""
+    system_metrics: bool = execution(True)
+    """Log CPU, memory and GPU use of each stage"""
 
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -208,24 +242,23 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 class TinyModel(Section):
     """A Llama from scratch, for the demo and for tests."""
 
-    hidden_size: PositiveInt = result(128, "Width", within=Range(1, 65536, "wider than any model"))
-    intermediate_size: PositiveInt = result(
-        352,
-        "Width of the MLP",
-        within=Range(1, 2**19, "wider than any model"),
-    )
-    layers: PositiveInt = result(3, "Decoder layers", within=Range(1, 1024, "deeper than any model"))
+    hidden_size: PositiveInt = result(128, within=Range(1, 65536, "wider than any model"))
+    """Width"""
+    intermediate_size: PositiveInt = result(352, within=Range(1, 2**19, "wider than any model"))
+    """Width of the MLP"""
+    layers: PositiveInt = result(3, within=Range(1, 1024, "deeper than any model"))
+    """Decoder layers"""
     heads: PositiveInt = result(
         4,
-        f"Attention heads; vLLM on CPU needs hidden_size / heads in {', '.join(map(str, CPU_HEAD_SIZES))}",
+        description="Attention heads; vLLM on CPU needs hidden_size / heads in "
+        + ", ".join(map(str, CPU_HEAD_SIZES)),
     )
-    vocab_size: PositiveInt = result(
-        384,
-        "Size of the tokenizer trained on the data, at most",
-        within=Range(1, 2**21, "larger than any vocabulary"),
-    )
-    max_positions: PositiveInt = result(256, "Context length", within=TOKENS)
-    tie_embeddings: bool = result(True, "One matrix for input and output embeddings")
+    vocab_size: PositiveInt = result(384, within=Range(1, 2**21, "larger than any vocabulary"))
+    """Size of the tokenizer trained on the data, at most"""
+    max_positions: PositiveInt = result(256, within=TOKENS)
+    """Context length"""
+    tie_embeddings: bool = result(True)
+    """One matrix for input and output embeddings"""
 
     @model_validator(mode="after")
     def _head_size(self) -> Self:
@@ -241,23 +274,21 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """The base model."""
 
-    path: UserPath | None = content(
-        None,
-        "Local folder, Hugging Face id, or a [reference](rounds.md#references) such as `champion:NAME`; null:"
-        " `tiny`, from scratch",
-    )
-    revision: str | None = content(None, "Commit of a hub model")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = result(
-        "sdpa",
-        "Attention of the training side",
-    )
-    head_dtype: Literal["model", "float32"] = result(
-        "model",
-        "Precision of the policy's logits in training and in the engines, if these compute in 16 bits."
-        " `float32`: the output of the language-model head is not rounded in both. `model`: the same"
-        " precision as the rest of the model",
-    )
-    tiny: TinyModel = result(TinyModel(), "Shape of the model from scratch")
+    path: UserPath | None = content(None)
+    """Local folder, Hugging Face id, or a [reference](rounds.md#references) such as `champion:NAME`; null:
+    `tiny`, from scratch
+    """
+    revision: str | None = content(None)
+    """Commit of a hub model"""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = result("sdpa")
+    """Attention of the training side"""
+    head_dtype: Literal["model", "float32"] = result("model")
+    """Precision of the policy's logits in training and in the engines, if these compute in 16 bits.
+    `float32`: the output of the language-model head is not rounded in both. `model`: the same precision as
+    the rest of the model
+    """
+    tiny: TinyModel = result(TinyModel())
+    """Shape of the model from scratch"""
 
 
 TrainingStage = Literal["sft", "reward", "judge", "dpo"]
@@ -272,23 +303,32 @@ def section_of(stage: TrainingStage) -> str:
 class PipelineConfig(Section):
     """The whole pipeline: one YAML file."""
 
-    run: RunConfig = execution(RunConfig(), "Name, seed, folders, retries")
-    store: StoreConfig = execution(StoreConfig(), "Artifacts and checkpoints")
-    tracking: TrackingConfig = execution(TrackingConfig(), "MLflow")
-    model: ModelConfig = result(ModelConfig(), "The model to start from")
-    data: DataConfig = result(DataConfig(), "Sources, formats, lengths, split")
-    drift: DriftConfig | None = execution(
-        None, "Compare the data with that of the champion before anything is trained; null: no comparison"
-    )
-    sft: SFTConfig = result(SFTConfig(), "Supervised fine-tuning")
-    reward: RewardConfig = result(RewardConfig(), "Reward model")
-    dpo: DPOConfig = result(DPOConfig(), "DPO, next to PPO or in its place")
-    ppo: PPOConfig = result(PPOConfig(), "PPO")
-    sample: SampleConfig | None = result(
-        None, "Answers of the policy to training prompts, as data of a next round; null: none"
-    )
-    evaluate: EvaluateConfig = result(EvaluateConfig(), "Evaluation")
-    register_: RegisterConfig = result(RegisterConfig(), "Model registry", alias="register")
+    run: RunConfig = execution(RunConfig())
+    """Name, seed, folders, retries"""
+    store: StoreConfig = execution(StoreConfig())
+    """Artifacts and checkpoints"""
+    tracking: TrackingConfig = execution(TrackingConfig())
+    """MLflow"""
+    model: ModelConfig = result(ModelConfig())
+    """The model to start from"""
+    data: DataConfig = result(DataConfig())
+    """Sources, formats, lengths, split"""
+    drift: DriftConfig | None = execution(None)
+    """Compare the data with that of the champion before anything is trained; null: no comparison"""
+    sft: SFTConfig = result(SFTConfig())
+    """Supervised fine-tuning"""
+    reward: RewardConfig = result(RewardConfig())
+    """Reward model"""
+    dpo: DPOConfig = result(DPOConfig())
+    """DPO, next to PPO or in its place"""
+    ppo: PPOConfig = result(PPOConfig())
+    """PPO"""
+    sample: SampleConfig | None = result(None)
+    """Answers of the policy to training prompts, as data of a next round; null: none"""
+    evaluate: EvaluateConfig = result(EvaluateConfig())
+    """Evaluation"""
+    register_: RegisterConfig = result(RegisterConfig(), alias="register")
+    """Model registry"""
 
     @property
     def store_url(self) -> str:
@@ -523,7 +563,7 @@ class PipelineConfig(Section):
     @model_validator(mode="after")
     def _check_sync_backend(self) -> Self:
         backend = self.ppo.weight_sync.backend
-        if self.run.device == "cpu" and backend in ("nccl", "ipc", "nccl_m2n"):
+        if self.run.device == "cpu" and backend in ("nccl", "ipc"):
             raise ValueError(
                 f"ppo.weight_sync.backend={backend} needs GPUs; use auto or gloo with run.device=cpu"
             )

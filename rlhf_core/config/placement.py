@@ -1,4 +1,4 @@
-"""The processes of PPO as plain data, without Ray.
+"""The processes of PPO as plain data, without Ray, and what they read of the configuration.
 
 group      ranks x roles in one process each; the ranks of a group are one torch.distributed world
 engines    one process each, `tensor_parallel` GPUs each: their own, or with `colocate: all` those of ranks
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_core.config.pipeline import ModelConfig, PipelineConfig, RunConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig
 
@@ -25,6 +26,22 @@ _LABELS: dict[Role, str] = {
 }
 
 _ADAPTED_FROM: dict[Role, Role] = {"reference": "policy", "reward": "critic"}
+
+
+@dataclass(frozen=True)
+class PPOSettings:
+    """What the controller, the ranks and the engines of PPO read of the configuration."""
+
+    ppo: PPOConfig
+    model: ModelConfig
+    run: RunConfig
+    max_sequence_tokens: int
+    """Tokens of a prompt and its response, at most."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> PPOSettings:
+        """Return the settings of a configuration."""
+        return cls(config.ppo, config.model, config.run, config.max_sequence_tokens)
 
 
 @dataclass(frozen=True)

@@ -28,27 +28,26 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.constants import Aggregation, GroupKind
 from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
-from rlhf_core.config.guards import GuardAction, GuardLimits, GuardName
 from rlhf_core.config.ppo_sections import (
     AnyLoss,
     ConfiguredAggregation,
     DynamicFilteringConfig,
+    GuardAction,
+    GuardLimits,
+    GuardName,
     KLConfig,
     OverlongConfig,
     PTXConfig,
     PythonAdvantages,
     SequenceLoss,
-    check_staleness,
     default_evaluation_interval,
 )
 from rlhf_core.config.rewards import AnswerReward, AnyReward, ModelReward
 from rlhf_core.config.training import (
-    PACK,
     DeepSpeedConfig,
     LoraConfig,
     OptimizerConfig,
     PackedSection,
-    Packing,
 )
 
 WITHOUT_GROUPS = ("ppo", "reinforce_pp")
@@ -60,235 +59,198 @@ MINIBATCH = 64
 class PPOConfig(PackedSection):
     """Proximal policy optimization, and related algorithms without a critic."""
 
-    enabled: bool = result(True, "Train this policy. If false, `dpo.enabled` is needed", later=True)
-    algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = result(
-        "ppo",
-        "`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and by"
-        " group of samples of a prompt `reinforce_baseline`, `rloo`, `grpo`, `dr_grpo`",
-    )
-    steps: PositiveInt = result(
-        100, "PPO iterations. The default on GPUs is 200 (LLaMA-2 has 200 to 400, Touvron et al. 2023)"
-    )
-    prompts_per_step: PositiveInt = result(
-        64,
-        "Prompts of one rollout batch. The default on GPUs is 512 / `samples_per_prompt`: 512 responses, as"
-        " in InstructGPT (Ouyang et al. 2022) and LLaMA-2",
-        within=BATCH,
-    )
+    enabled: bool = result(True, later=True)
+    """Train this policy. If false, `dpo.enabled` is needed"""
+    algorithm: Literal["ppo", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] = result("ppo")
+    """`ppo`: critic and GAE. Without a critic: `reinforce_pp` (returns, whitened over the batch), and by
+    group of samples of a prompt `reinforce_baseline`, `rloo`, `grpo`, `dr_grpo`
+    """
+    steps: PositiveInt = result(100)
+    """PPO iterations. The default on GPUs is 200 (LLaMA-2 has 200 to 400, Touvron et al. 2023)"""
+    prompts_per_step: PositiveInt = result(64, within=BATCH)
+    """Prompts of one rollout batch. The default on GPUs is 512 / `samples_per_prompt`: 512 responses, as in
+    InstructGPT (Ouyang et al. 2022) and LLaMA-2
+    """
     staleness: NonNegativeInt = result(
-        0,
-        "0: each step is sampled with the weights of the step before. 1: the engines sample the next step"
-        " while the present one is scored and trained, with weights that are one step older. n: weights are"
-        " at most n steps older, and the engines sample n batches between two weight syncs (with"
-        " `weight_sync.keep_requests` there is one after every step). `importance` corrects for them. For"
-        " engines with devices of their own, or CPUs with idle cores",
-        within=Range(0, 16, "the rollouts of so many steps are in memory and in checkpoints"),
-        later=True,
+        0, within=Range(0, 16, "the rollouts of so many steps are in memory and in checkpoints"), later=True
     )
-    samples_per_prompt: PositiveInt = result(
-        1, "Responses sampled for each prompt", within=Range(1, 65536, "a batch is held in memory")
-    )
-    max_new_tokens: PositiveInt | None = result(
-        None, "Length limit of a response. null: `data.max_response_tokens`", within=TOKENS
-    )
-    temperature: PositiveFloat = result(
-        1.0, "Sampling temperature; every log-probability uses it", within=TEMPERATURE
-    )
-    epochs: PositiveInt = result(1, "Passes over each rollout batch", within=PASSES)
-    minibatches: PositiveInt = result(
-        4,
-        "Optimizer steps per epoch. The default on GPUs makes minibatches of 64 responses or more, as in"
-        " InstructGPT and LLaMA-2",
-        within=BATCH,
-    )
-    micro_batch_tokens: PositiveInt = rounding(16384, "Tokens per forward pass of one rank", within=TOKENS)
-    pack: Packing = result("auto", PACK)
-    policy: OptimizerConfig = result(
-        OptimizerConfig(learning_rate=1e-6, schedule="constant"), "Policy optimizer"
-    )
+    """0: each step is sampled with the weights of the step before. 1: the engines sample the next step while
+    the present one is scored and trained, with weights that are one step older. n: weights are at most n
+    steps older, and the engines sample n batches between two weight syncs. `importance` corrects for them.
+    For engines with devices of their own, or CPUs with idle cores
+    """
+    samples_per_prompt: PositiveInt = result(1, within=Range(1, 65536, "a batch is held in memory"))
+    """Responses sampled for each prompt"""
+    max_new_tokens: PositiveInt | None = result(None, within=TOKENS)
+    """Length limit of a response. null: `data.max_response_tokens`"""
+    temperature: PositiveFloat = result(1.0, within=TEMPERATURE)
+    """Sampling temperature; every log-probability uses it"""
+    epochs: PositiveInt = result(1, within=PASSES)
+    """Passes over each rollout batch"""
+    minibatches: PositiveInt = result(4, within=BATCH)
+    """Optimizer steps per epoch. The default on GPUs makes minibatches of 64 responses or more, as in
+    InstructGPT and LLaMA-2
+    """
+    micro_batch_tokens: PositiveInt = rounding(16384, within=TOKENS)
+    """Tokens per forward pass of one rank"""
+    policy: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-6, schedule="constant"))
+    """Policy optimizer"""
     critic: OptimizerConfig = result(
-        OptimizerConfig(learning_rate=5e-6, warmup_ratio=0.0, schedule="constant"),
-        "Critic optimizer. Its learning rate has no warm-up, so that the critic learns before the policy is"
-        " trained",
+        OptimizerConfig(learning_rate=5e-6, warmup_ratio=0.0, schedule="constant")
     )
-    policy_deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Policy ranks")
-    critic_deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Critic ranks")
-    lora: LoraConfig | None = result(
-        None,
-        "Train adapters of policy and critic (and its head) only; the reference is then the policy without"
-        " its adapter; null: all parameters",
-    )
-    reference_ranks: PositiveInt = rounding(
-        1, "Reference workers; not used if the reference is colocated with the policy", within=RANKS
-    )
-    reward_ranks: PositiveInt = rounding(
-        1, "Reward-model workers; not used if colocated with the critic", within=RANKS
-    )
-    colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = result(
-        "pairs",
-        "Which models share processes: `pairs` is policy+reference and critic+reward; `all` is all four. With"
-        " `all` on GPUs, each engine uses the devices of `engine.tensor_parallel` consecutive ranks",
-    )
-    engine: EngineConfig = result(EngineConfig(), "vLLM engines")
-    weight_sync: WeightSyncConfig = result(WeightSyncConfig(), "Weights into the engines")
-    rewards: tuple[AnyReward, ...] = result(
-        (ModelReward(),), "Reward sources; their weighted sum is the score", min_length=1
-    )
-    missing_eos_penalty: NonNegativeFloat | None = result(
-        None,
-        "Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model"
-        " of nonzero weight, which was not trained with truncated responses (one standard deviation of its"
-        " scores; Huang et al. 2024 give a fixed -1), and 0 with rules only or with `overlong`",
-        within=COEFFICIENT,
-    )
-    overlong: OverlongConfig | None = result(None, "Soft penalty close to the length limit; null: none")
-    dynamic_filtering: DynamicFilteringConfig | None = result(
-        None, "Replace prompts whose samples all have the same score; null: keep them"
-    )
+    """Critic optimizer. Its learning rate has no warm-up, so that the critic learns before the policy is
+    trained
+    """
+    policy_deepspeed: DeepSpeedConfig = result(DeepSpeedConfig())
+    """Policy ranks"""
+    critic_deepspeed: DeepSpeedConfig = result(DeepSpeedConfig())
+    """Critic ranks"""
+    lora: LoraConfig | None = result(None)
+    """Train adapters of policy and critic (and its head) only; the reference is then the policy without its
+    adapter; null: all parameters
+    """
+    reference_ranks: PositiveInt = rounding(1, within=RANKS)
+    """Reference workers; not used if the reference is colocated with the policy"""
+    reward_ranks: PositiveInt = rounding(1, within=RANKS)
+    """Reward-model workers; not used if colocated with the critic"""
+    colocate: Literal["none", "policy_reference", "critic_reward", "pairs", "all"] = result("pairs")
+    """Which models share processes: `pairs` is policy+reference and critic+reward; `all` is all four. With
+    `all` on GPUs, each engine uses the devices of `engine.tensor_parallel` consecutive ranks
+    """
+    engine: EngineConfig = result(EngineConfig())
+    """vLLM engines"""
+    weight_sync: WeightSyncConfig = result(WeightSyncConfig())
+    """Weights into the engines"""
+    rewards: tuple[AnyReward, ...] = result((ModelReward(),), min_length=1)
+    """Reward sources; their weighted sum is the score"""
+    missing_eos_penalty: NonNegativeFloat | None = result(None, within=COEFFICIENT)
+    """Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model of
+    nonzero weight, which was not trained with truncated responses (one standard deviation of its scores;
+    Huang et al. 2024 give a fixed -1), and 0 with rules only or with `overlong`
+    """
+    overlong: OverlongConfig | None = result(None)
+    """Soft penalty close to the length limit; null: none"""
+    dynamic_filtering: DynamicFilteringConfig | None = result(None)
+    """Replace prompts whose samples all have the same score; null: keep them"""
     score_clip: PositiveFloat | None = result(
-        5.0,
-        "The reward model's normalised scores are clipped to +- this value, before weight, other rewards,"
-        " penalties and KL are applied. Rules are not clipped. null: no clip",
-        within=Range(0.1, 1e6, "the scores have standard deviation 1"),
+        5.0, within=Range(0.1, 1e6, "the scores have standard deviation 1")
     )
-    kl: KLConfig = result(KLConfig(), "KL to the reference")
-    gamma: Fraction = result(1.0, "Discount per token", within=Range(0.1, 1, "below it, the score is lost"))
-    lam: Fraction = result(
-        1.0,
-        "GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500 tokens"
-        " only through the critic",
-    )
-    whiten_advantages: bool | None = result(
-        None,
-        "Mean 0, variance 1 over all valid tokens of the rollout batch; null: on for ppo, reinforce_pp and"
-        " reinforce_baseline, off for the others",
-    )
-    clip_low: Fraction = result(0.2, "The ratio is clipped below 1 - this")
-    clip_high: PositiveFloat = result(0.2, "The ratio is clipped above 1 + this")
-    dual_clip: Annotated[float, Field(gt=1, le=1e9, allow_inf_nan=False)] | None = result(
-        3.0,
-        "Bound c of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none",
-    )
-    loss: AnyLoss | None = result(
-        None,
-        "The policy's loss, which replaces the clipped surrogate and does not use `clip_low`, `clip_high` and"
-        " `dual_clip`; null: the clipped surrogate. Entropy bonus, KL and pretraining loss are added to each",
-        later=True,
-    )
-    advantages: PythonAdvantages | None = result(
-        None,
-        "The advantages of responses, instead of those of an algorithm that compares the samples of a prompt;"
-        " null: those of the algorithm",
-        later=True,
-    )
+    """The reward model's normalised scores are clipped to +- this value, before weight, other rewards,
+    penalties and KL are applied. Rules are not clipped. null: no clip
+    """
+    kl: KLConfig = result(KLConfig())
+    """KL to the reference"""
+    gamma: Fraction = result(1.0, within=Range(0.1, 1, "below it, the score is lost"))
+    """Discount per token"""
+    lam: Fraction = result(1.0)
+    """GAE's lambda; 1 as in OpenRLHF and verl. With 0.95, the final score reaches the first of 500 tokens
+    only through the critic
+    """
+    whiten_advantages: bool | None = result(None)
+    """Mean 0, variance 1 over all valid tokens of the rollout batch; null: on for ppo, reinforce_pp and
+    reinforce_baseline, off for the others
+    """
+    clip_low: Fraction = result(0.2)
+    """The ratio is clipped below 1 - this"""
+    clip_high: PositiveFloat = result(0.2)
+    """The ratio is clipped above 1 + this"""
+    dual_clip: Annotated[float, Field(gt=1, le=1e9, allow_inf_nan=False)] | None = result(3.0)
+    """Bound c of the loss if the advantage is negative (Ye et al. 2020; 3 as in verl); null: none"""
+    loss: AnyLoss | None = result(None, later=True)
+    """The policy's loss, which replaces the clipped surrogate and does not use `clip_low`, `clip_high` and
+    `dual_clip`; null: the clipped surrogate. Entropy bonus, KL and pretraining loss are added to each
+    """
+    advantages: PythonAdvantages | None = result(None, later=True)
+    """The advantages of responses, instead of those of an algorithm that compares the samples of a prompt;
+    null: those of the algorithm
+    """
     value_clip: PositiveFloat | None = result(
-        0.5,
-        "Maximum change of the values relative to the old ones (0.5 as in OpenRLHF and verl), not applied"
-        " during the critic's warm-up; null: no limit",
-        within=Range(1e-3, 1e6, "the values are of the size of the scores"),
+        0.5, within=Range(1e-3, 1e6, "the values are of the size of the scores")
     )
-    entropy_coef: NonNegativeFloat = result(0.0, "Weight of the entropy bonus", within=COEFFICIENT)
-    aggregation: ConfiguredAggregation | None = result(
-        None,
-        "How token losses are aggregated. Denominators count the whole optimizer step. `-norm` also divides"
-        " by `max_new_tokens`. null: the default of the algorithm: `grpo` seq-mean-token-mean (Shao et al."
-        " 2024, eq. 3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in place of each"
-        " length), others token-mean",
-    )
-    importance: Literal["none", "truncate", "mask", "sequence-mask"] | None = result(
-        None,
-        "Importance weights for the difference between engine and trainer; null: `truncate` (Yao et al."
-        " 2025) if engine or policy is not float32 or with `staleness`, else `none`",
-    )
-    importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = result(
-        (0.0, 2.0), "Lowest and highest weight that `importance` allows"
-    )
-    ptx: PTXConfig | None = result(None, "Pretraining loss in the policy's update; null: none")
-    ema_decay: Decay | None = result(
-        None,
-        "Decay per optimizer step of a float32 moving average of the policy's weights. It is saved in the"
-        " policy's dtype, next to the policy or as the policy (`publish: average`); null: none",
-    )
-    logprob_gap_limit: PositiveFloat | None = execution(
-        None,
-        "If the mean |old - rollout| log-probability is above this, a warning is logged and"
-        " rollout/logprob_gap_alarm is set; null: half of the limit of the canary",
-    )
-    critic_warmup_steps: NonNegativeInt | None = result(
-        None, "The first steps train the critic only. null: 0, see `critic_warmup_max_steps`"
-    )
-    critic_warmup_max_steps: PositiveInt | None = result(
-        None,
-        "After `critic_warmup_steps` the critic's warm-up continues until the explained variance of its"
-        " values is above 0, for at most this many steps in total. null, with `critic_warmup_steps`: that"
-        " number. null for both, and the critic starts from the reward model: a tenth of the steps, because"
-        " its scores of unfinished responses mean little. null for both, and it does not: 0, because its"
-        " values start at 0",
-        later=True,
-    )
+    """Maximum change of the values relative to the old ones (0.5 as in OpenRLHF and verl), not applied during
+    the critic's warm-up; null: no limit
+    """
+    entropy_coef: NonNegativeFloat = result(0.0, within=COEFFICIENT)
+    """Weight of the entropy bonus"""
+    aggregation: ConfiguredAggregation | None = result(None)
+    """How token losses are aggregated. Denominators count the whole optimizer step. `-norm` also divides by
+    `max_new_tokens`. null: the default of the algorithm: `grpo` seq-mean-token-mean (Shao et al. 2024, eq.
+    3), `dr_grpo` seq-mean-token-sum-norm (Liu et al. 2025: a constant in place of each length), others
+    token-mean
+    """
+    importance: Literal["none", "truncate", "mask", "sequence-mask"] | None = result(None)
+    """Importance weights for the difference between engine and trainer; null: `truncate` (Yao et al. 2025) if
+    engine or policy is not float32 or with `staleness`, else `none`
+    """
+    importance_bounds: tuple[NonNegativeFloat, PositiveFloat] = result((0.0, 2.0))
+    """Lowest and highest weight that `importance` allows"""
+    ptx: PTXConfig | None = result(None)
+    """Pretraining loss in the policy's update; null: none"""
+    ema_decay: Decay | None = result(None)
+    """Decay per optimizer step of a float32 moving average of the policy's weights. It is saved in the
+    policy's dtype, next to the policy or as the policy (`publish: average`); null: none
+    """
+    logprob_gap_limit: PositiveFloat | None = execution(None)
+    """If the mean |old - rollout| log-probability is above this, a warning is logged and
+    rollout/logprob_gap_alarm is set; null: half of the limit of the canary
+    """
+    critic_warmup_steps: NonNegativeInt | None = result(None)
+    """The first steps train the critic only. null: 0, see `critic_warmup_max_steps`"""
+    critic_warmup_max_steps: PositiveInt | None = result(None, later=True)
+    """After `critic_warmup_steps` the critic's warm-up continues until the explained variance of its values
+    is above 0, for at most this many steps in total. null, with `critic_warmup_steps`: that number. null for
+    both, and the critic starts from the reward model: a tenth of the steps, because its scores of unfinished
+    responses mean little. null for both, and it does not: 0, because its values start at 0
+    """
     published_loss_limit: PositiveFloat = execution(
-        0.1,
-        "With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the"
-        " files that evaluation loads, relative to the change by training (both on the last rollouts). Above"
-        " it, the stage fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update (decision 18)",
-        within=Range(1e-9, 1, "at 1 the whole change by training may be lost"),
+        0.1, within=Range(1e-9, 1, "at 1 the whole change by training may be lost")
     )
-    evaluate_every: NonNegativeInt | None = result(
-        None,
-        "Steps between evaluations of the policy on held-out prompts, which also take place before the first"
-        " and after the last step; null: about a tenth of the steps; 0: none",
-        later=True,
-    )
-    evaluate_prompts: PositiveInt = result(
-        128,
-        "Held-out prompts of these evaluations, or all if there are fewer. They are the last ones, so that"
-        " they are not those of the stage `evaluate` and of the match, if `data.max_eval` is large enough",
-        later=True,
-    )
-    publish: Literal["last", "best", "average"] = result(
-        "last",
-        "The policy that the stage publishes: that of the last step, the best evaluated one, or the moving"
-        " average at the last step (`ema_decay`). The default is `best` if a judge (`reward.judge`) or rules"
-        " alone score the evaluations and the KL counts. A version replaces the best one if its mean score on"
-        " the held-out prompts minus `kl.coef` times the KL is higher by more than one standard error",
-        later=True,
-    )
-    publish_max_kl: PositiveFloat | None = result(
-        None,
-        "A policy with a higher KL per response on the held-out prompts is not the best; null: 5 times"
-        " `kl.target`, or no limit without a target",
-        later=True,
-    )
-    publish_min_agreement: Fraction = result(
-        0.65,
-        "With `reward.judge`: the best policy is from before the first evaluation that raises the guard"
-        " `overoptimization` with this value as its limit",
-        later=True,
-    )
-    stop_patience: PositiveInt | None = result(
-        None,
-        "Number of consecutive evaluations without a better policy after which the training ends; null: all"
-        " steps",
-        later=True,
-    )
-    max_kl: PositiveFloat | None = execution(
-        None,
-        "If the KL per response is above this for three consecutive steps, the run stops; null: 5 times"
-        " `kl.target`, or 100 without a target",
-    )
-    guards: dict[GuardName, GuardAction] = execution(
-        {},
-        "What a condition does that indicates a failing training run ([guards](guards.md)): `warn`, which is"
-        " the default, `stop` (the stage ends) or `off`",
-    )
-    guard_limits: GuardLimits = execution(
-        {}, "Limits of guards, in place of those in the table of [guards](guards.md)"
-    )
-    guard_patience: PositiveInt = execution(
-        3, "Number of consecutive steps for which the condition of a guard must hold"
-    )
-    checkpoint_every: PositiveInt | None = execution(None, "Steps between checkpoints; null: about 10")
-    samples_every: PositiveInt = execution(10, "Steps between tables of sample responses")
+    """With ppo.lora: maximum mean difference of log-probabilities between the trained policy and the files
+    that evaluation loads, relative to the change by training (both on the last rollouts). Above it, the stage
+    fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update (decision 18)
+    """
+    evaluate_every: NonNegativeInt | None = result(None, later=True)
+    """Steps between evaluations of the policy on held-out prompts, which also take place before the first and
+    after the last step; null: about a tenth of the steps; 0: none
+    """
+    evaluate_prompts: PositiveInt = result(128, later=True)
+    """Held-out prompts of these evaluations, or all if there are fewer. They are the last ones, so that they
+    are not those of the stage `evaluate` and of the match, if `data.max_eval` is large enough
+    """
+    publish: Literal["last", "best", "average"] = result("last", later=True)
+    """The policy that the stage publishes: that of the last step, the best evaluated one, or the moving
+    average at the last step (`ema_decay`). The default is `best` if a judge (`reward.judge`) or rules alone
+    score the evaluations and the KL counts. A version replaces the best one if its mean score on the held-out
+    prompts minus `kl.coef` times the KL is higher by more than one standard error
+    """
+    publish_max_kl: PositiveFloat | None = result(None, later=True)
+    """A policy with a higher KL per response on the held-out prompts is not the best; null: 5 times
+    `kl.target`, or no limit without a target
+    """
+    publish_min_agreement: Fraction = result(0.65, later=True)
+    """With `reward.judge`: the best policy is from before the first evaluation that raises the guard
+    `overoptimization` with this value as its limit
+    """
+    stop_patience: PositiveInt | None = result(None, later=True)
+    """Number of consecutive evaluations without a better policy after which the training ends; null: all
+    steps
+    """
+    max_kl: PositiveFloat | None = execution(None)
+    """If the KL per response is above this for three consecutive steps, the run stops; null: 5 times
+    `kl.target`, or 100 without a target
+    """
+    guards: dict[GuardName, GuardAction] = execution({})
+    """What a condition does that indicates a failing training run ([guards](guards.md)): `warn`, which is the
+    default, `stop` (the stage ends) or `off`
+    """
+    guard_limits: GuardLimits = execution({})
+    """Limits of guards, in place of those in the table of [guards](guards.md)"""
+    guard_patience: PositiveInt = execution(3)
+    """Number of consecutive steps for which the condition of a guard must hold"""
+    checkpoint_every: PositiveInt | None = execution(None)
+    """Steps between checkpoints; null: about 10"""
+    samples_every: PositiveInt = execution(10)
+    """Steps between tables of sample responses"""
 
     @property
     def rollout_batch_size(self) -> int:
@@ -398,7 +360,7 @@ class PPOConfig(PackedSection):
     @property
     def sync_every(self) -> int:
         """Steps from one weight sync to the next."""
-        return 1 if self.weight_sync.keep_requests else max(1, self.staleness)
+        return max(1, self.staleness)
 
     @property
     def eos_penalty(self) -> float:
@@ -498,8 +460,23 @@ class PPOConfig(PackedSection):
         return self
 
     @model_validator(mode="after")
+    def _check_staleness(self) -> Self:
+        if self.staleness and self.colocate == "all":
+            raise ValueError(
+                f"ppo.staleness={self.staleness} lets the engines sample during the training, but with"
+                " ppo.colocate=all they are on the devices of the training ranks; use ppo.staleness=0, or"
+                " ppo.colocate=pairs"
+            )
+        if self.staleness > 1 and self.dynamic_filtering is not None:
+            raise ValueError(
+                f"ppo.staleness={self.staleness} lets the engines sample one batch after another, but"
+                " ppo.dynamic_filtering scores each batch before it samples other prompts for it; use"
+                " ppo.staleness=1, or leave out ppo.dynamic_filtering"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_dynamic_filtering(self) -> Self:
-        check_staleness(self.staleness, self.colocate, filters=self.dynamic_filtering is not None)
         if self.dynamic_filtering and not self.by_group:
             raise ValueError(
                 "ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got"
@@ -670,9 +647,9 @@ class PPOConfig(PackedSection):
                 "ppo.weight_sync.backend=ipc needs engines that share GPUs with the policy, but with"
                 f" ppo.colocate={self.colocate} they do not share them; use auto"
             )
-        if backend in ("nccl", "nccl_m2n") and self.colocate == "all":
+        if backend == "nccl" and self.colocate == "all":
             raise ValueError(
-                f"ppo.weight_sync.backend={backend} needs engines that do not share GPUs with the policy, but"
+                "ppo.weight_sync.backend=nccl needs engines that do not share GPUs with the policy, but"
                 " with ppo.colocate=all they share them; use auto"
             )
         return self

@@ -1,13 +1,14 @@
-"""Sections of `ppo`: KL, overlong penalty, dynamic filtering, pretraining loss. The rule of `staleness`, and
-the default steps between evaluations and between checkpoints.
+"""Sections and maps of `ppo`: KL, overlong penalty, dynamic filtering, losses, pretraining loss, guards
+(docs/guards.md). The default steps between evaluations and between checkpoints.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_core.config.base import (
     BATCH,
@@ -31,35 +32,28 @@ ConfiguredAggregation = Literal[
 class KLConfig(Section):
     """The penalty for divergence from the reference model."""
 
-    coef: NonNegativeFloat = result(
-        0.02,
-        "Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02"
-        " (Ouyang et al. 2022), LLaMA-2 and OpenRLHF use 0.01",
-        within=COEFFICIENT,
-    )
-    place: Literal["reward", "loss"] = result(
-        "reward",
-        "Where the KL is applied: subtracted from each token's reward, or added to the policy loss. The"
-        " loss is the default of algorithms that compare the samples of a prompt, if no `estimator` is set:"
-        " their advantages have no baseline for the KL of a token",
-    )
-    estimator: Literal["k1", "abs", "k2", "k3"] | None = result(
-        None,
-        "Per-token estimator (Schulman, Approximating KL divergence). null: k1 in the reward and k2 in the"
-        " loss, which have the gradient of the KL. k1 in the loss has no gradient in expectation and is"
-        " refused; other estimators cause a warning (arXiv 2512.21852)",
-    )
-    target: PositiveFloat | None = result(
-        None,
-        "If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the"
-        " token sum). null: the coefficient is constant",
-    )
-    horizon: PositiveInt | None = result(
-        None,
-        "With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al."
-        " 2019, who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 %"
-        " per step",
-    )
+    coef: NonNegativeFloat = result(0.02, within=COEFFICIENT)
+    """Coefficient of the per-token KL, or its initial value if it is adaptive. InstructGPT uses 0.02 (Ouyang
+    et al. 2022), LLaMA-2 and OpenRLHF use 0.01
+    """
+    place: Literal["reward", "loss"] = result("reward")
+    """Where the KL is applied: subtracted from each token's reward, or added to the policy loss. The loss is
+    the default of algorithms that compare the samples of a prompt, if no `estimator` is set: their advantages
+    have no baseline for the KL of a token
+    """
+    estimator: Literal["k1", "abs", "k2", "k3"] | None = result(None)
+    """Per-token estimator (Schulman, Approximating KL divergence). null: k1 in the reward and k2 in the loss,
+    which have the gradient of the KL. k1 in the loss has no gradient in expectation and is refused; other
+    estimators cause a warning (arXiv 2512.21852)
+    """
+    target: PositiveFloat | None = result(None)
+    """If set, the coefficient adapts to reach this KL, in nats per response (mean over sequences of the token
+    sum). null: the coefficient is constant
+    """
+    horizon: PositiveInt | None = result(None)
+    """With a target: number of responses over which the coefficient may change by 20 % (Ziegler et al. 2019,
+    who used 10000). null: 20 times the responses of a step, so that it changes by at most 1 % per step
+    """
 
     @property
     def used_estimator(self) -> Literal["k1", "abs", "k2", "k3"]:
@@ -88,18 +82,17 @@ class KLConfig(Section):
 class OverlongConfig(Section):
     """DAPO's soft penalty for responses close to the length limit (Yu et al. 2025)."""
 
-    buffer: PositiveInt = result(..., "The penalty starts this many tokens before ppo.max_new_tokens")
-    factor: PositiveFloat = result(1.0, "Subtracted from the score at the limit; linear in between")
+    buffer: PositiveInt = result(...)
+    """The penalty starts this many tokens before ppo.max_new_tokens"""
+    factor: PositiveFloat = result(1.0)
+    """Subtracted from the score at the limit; linear in between"""
 
 
 class DynamicFilteringConfig(Section):
     """DAPO's dynamic sampling: replace prompts whose samples all have the same score, and so no gradient."""
 
-    max_rounds: PositiveInt = result(
-        3,
-        "Rounds of replacement prompts in one step; prompts that are still not replaced are kept and counted",
-        within=Range(1, 100, "each round samples a whole batch"),
-    )
+    max_rounds: PositiveInt = result(3, within=Range(1, 100, "each round samples a whole batch"))
+    """Rounds of replacement prompts in one step; prompts that are still not replaced are kept and counted"""
 
 
 class SequenceLoss(Section):
@@ -108,8 +101,10 @@ class SequenceLoss(Section):
     """
 
     type: Literal["gspo"] = "gspo"
-    clip_low: Fraction = result(3e-4, "The ratio of a response is clipped below 1 - this")
-    clip_high: PositiveFloat = result(4e-4, "The ratio of a response is clipped above 1 + this")
+    clip_low: Fraction = result(3e-4)
+    """The ratio of a response is clipped below 1 - this"""
+    clip_high: PositiveFloat = result(4e-4)
+    """The ratio of a response is clipped above 1 + this"""
 
 
 class ClippedWeightLoss(Section):
@@ -118,8 +113,10 @@ class ClippedWeightLoss(Section):
     """
 
     type: Literal["cispo"] = "cispo"
-    clip_low: Fraction = result(1.0, "The ratio is clipped below 1 - this. 1: no lower bound")
-    clip_high: PositiveFloat = result(4.0, "The ratio is clipped above 1 + this")
+    clip_low: Fraction = result(1.0)
+    """The ratio is clipped below 1 - this. 1: no lower bound"""
+    clip_high: PositiveFloat = result(4.0)
+    """The ratio is clipped above 1 + this"""
 
 
 class PythonLoss(UserFunction):
@@ -136,34 +133,17 @@ class PythonAdvantages(UserFunction):
     example.
     """
 
-    type: Literal["python"] = result("python", "Other types do not exist")
+    type: Literal["python"] = result("python")
+    """Other types do not exist"""
 
 
 class PTXConfig(Section):
     """Pretraining loss mixed into the policy's update (Ouyang et al. 2022, eq. 2)."""
 
-    coef: PositiveFloat = result(
-        ..., "Weight of the token loss on the demonstrations of stage `data`", within=COEFFICIENT
-    )
-    batch_size: PositiveInt = result(16, "Demonstrations per optimizer step, over all ranks", within=BATCH)
-
-
-def check_staleness(staleness: int, colocate: str, *, filters: bool) -> None:
-    """Raise ValueError if `ppo.staleness` cannot be combined with `ppo.colocate`, or with
-    `ppo.dynamic_filtering` if `filters`.
-    """
-    if staleness and colocate == "all":
-        raise ValueError(
-            f"ppo.staleness={staleness} lets the engines sample during the training, but with"
-            " ppo.colocate=all they are on the devices of the training ranks; use ppo.staleness=0, or"
-            " ppo.colocate=pairs"
-        )
-    if staleness > 1 and filters:
-        raise ValueError(
-            f"ppo.staleness={staleness} lets the engines sample one batch after another, but"
-            " ppo.dynamic_filtering scores each batch before it samples other prompts for it; use"
-            " ppo.staleness=1, or leave out ppo.dynamic_filtering"
-        )
+    coef: PositiveFloat = result(..., within=COEFFICIENT)
+    """Weight of the token loss on the demonstrations of stage `data`"""
+    batch_size: PositiveInt = result(16, within=BATCH)
+    """Demonstrations per optimizer step, over all ranks"""
 
 
 def default_evaluation_interval(steps: int, sync_every: int) -> int:
@@ -193,3 +173,69 @@ def checkpoint_interval(chosen: int | None, evaluations: int | None, sync_every:
         return evaluations * round(wanted / evaluations)
     near = [steps for steps in range(5, 21) if evaluations % steps == 0 and steps % sync_every == 0]
     return min(near, key=lambda steps: abs(steps - wanted), default=wanted)
+
+
+GuardName = Literal[
+    "eos_loss",
+    "entropy_collapse",
+    "entropy_explosion",
+    "negative_kl",
+    "length_drift",
+    "loops",
+    "score_length",
+    "blind_critic",
+    "score_clip",
+    "overoptimization",
+]
+GuardAction = Literal["warn", "stop", "off"]
+"""`warn`: log, metric and tag. `stop`: the stage also ends. `off`: the condition is not checked."""
+
+
+class GuardLimit(NamedTuple):
+    """The limit of a guard: its default, and the values that it must be above and below."""
+
+    default: float
+    above: float = 0.0
+    below: float = math.inf
+    reason: str = ""
+    """Why a value outside makes no sense."""
+
+
+_UNCHANGED = ", because an unchanged policy would raise the guard otherwise"
+LIMITS: dict[GuardName, GuardLimit] = {
+    # A multiple of the initial value: the share of responses with EOS, the entropy, the mean length.
+    "eos_loss": GuardLimit(0.5, below=1, reason=_UNCHANGED),
+    "entropy_collapse": GuardLimit(0.1, below=1, reason=_UNCHANGED),
+    "entropy_explosion": GuardLimit(3.0, above=1, reason=_UNCHANGED),
+    "length_drift": GuardLimit(2.0, above=1, reason=_UNCHANGED),
+    # Nats per response below 0, as in TRL's warning.
+    "negative_kl": GuardLimit(1.0),
+    # A share of the responses, and of the scores.
+    "loops": GuardLimit(0.2, below=1),
+    "score_clip": GuardLimit(0.01, below=1),
+    # A Pearson correlation of either sign.
+    "score_length": GuardLimit(0.9, below=1),
+    # Consecutive steps, in place of `ppo.guard_patience`.
+    "blind_critic": GuardLimit(20),
+    # A multiple of the correlation over the SFT model's responses.
+    "overoptimization": GuardLimit(0.65, below=1),
+}
+
+
+def _check_limits(limits: dict[GuardName, float]) -> dict[GuardName, float]:
+    for name, value in limits.items():
+        default, above, below, reason = LIMITS[name]
+        if not above < value < below:
+            rule = f"above {above:g}" if value <= above else f"below {below:g}"
+            raise ValueError(
+                f"ppo.guard_limits.{name} must be {rule}{reason}; got {value:g}; leave it out ({default:g})"
+            )
+    return limits
+
+
+GuardLimits = Annotated[dict[GuardName, NonNegativeFloat], AfterValidator(_check_limits)]
+
+
+def guard_limit(limits: Mapping[GuardName, float], name: GuardName) -> float:
+    """Return the limit of a guard in `ppo.guard_limits`, or its default."""
+    return limits.get(name, LIMITS[name].default)

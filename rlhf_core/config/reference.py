@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf_core.config.messages import Schema, child, fields, has_own_fields, number, root, rule, variants
+from rlhf_core.config.messages import Schema, child, fields, has_own_fields, root, rule, variants
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import RewardSource
 
@@ -43,12 +43,9 @@ change.
 
 This page is generated from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
 """
-
-
 _RANGES = """## Ranges
 
-Numbers outside these ranges are refused, even if their type would allow them (`*` is an index). A section
-with the same fields as another one has the ranges of that section.
+The column "type" has the range of a number. A number outside is refused, with the reason of the range.
 """
 
 
@@ -85,9 +82,6 @@ def markdown() -> str:
     regression = _field(_field(_field(root(), "evaluate"), "regression"), 0)
     parts.append(_table(regression, ("name", "reward", "margin")))
     parts.append(_RANGES)
-    parts.append("| field | from | to | why |\n|---|---|---|---|")
-    parts += _range_rows(root(), "", set())
-    parts.append("")
     return "\n".join(parts)
 
 
@@ -169,24 +163,6 @@ def _type_parts(sections: Mapping[str, Schema], common: Collection[str]) -> list
     return parts
 
 
-def _range_rows(schema: Schema, path: str, seen: set[tuple[str, ...]]) -> list[str]:
-    """Return the rows of a field, or of all fields of a section that is not among those seen."""
-    rows: list[str] = []
-    if "within" in schema:
-        low, high, reason = schema["within"]
-        rows.append(f"| `{path}` | {number(low)} | {number(high)} | {reason} |")
-    if "properties" in schema and _fields_of(schema) not in seen:
-        seen.add(_fields_of(schema))
-        for name, field in fields(schema):
-            rows += _range_rows(field, f"{path}.{name}".removeprefix("."), seen)
-    if "items" in schema:
-        item = _field(schema, 0)
-        # Rewards of several types have the same fields, with the same ranges.
-        for section in variants(item).values():
-            rows += [row for row in _range_rows(section, f"{path}.*", seen) if row not in rows]
-    return rows
-
-
 def _summary(schema: Schema) -> str:
     return " ".join(schema["summary"].split())
 
@@ -210,6 +186,10 @@ def _row(schema: Schema, name: str, defaults: BaseModel | None) -> str:
 
 def _type(field: Schema) -> str:
     """Return the rule without the article and without the limit that all numbers have."""
+    if "within" in field:
+        low, high, _ = field["within"]
+        field = {name: value for name, value in field.items() if not name.startswith("exclusive")}
+        field |= {"minimum": low, "maximum": high}
     text = re.sub(r"^an? |finite | from -1e\+09 to 1000000000", "", rule(field))
     text = re.sub(r"from (\S+) to 1000000000", r">= \1", text)
     return text.replace(", at most 1000000000", "")
@@ -234,7 +214,7 @@ def _item(item: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return " ".join(text.replace("|", "\\|").split())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
-"""The reward sources of `ppo.rewards`, selected by `type`."""
+"""The reward sources of `ppo.rewards`, selected by `type`, and what services with a language model have in
+common.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
+import regex
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.allowed_hosts import ALLOWED_HOSTS, AllowedHosts, check_url
+from rlhf_core.config.allowed_hosts import AllowedHosts, check_url
 from rlhf_core.config.base import (
     PAUSE,
     TRIES,
@@ -22,9 +27,32 @@ from rlhf_core.config.base import (
     execution,
     result,
 )
-from rlhf_core.config.language_model import ChatServiceConfig
-from rlhf_core.config.patterns import pattern_problem
-from rlhf_core.config.redact import shown
+from rlhf_core.config.redact import is_secret_variable, shown
+
+_FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
+"""A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""
+
+
+def pattern_problem(pattern: str) -> str | None:
+    """Return why `pattern` cannot be used, or None."""
+    if _FUZZY.search(pattern):
+        return "has a brace that begins no repetition; write \\{ for the character"
+    try:
+        compiled(pattern)
+    except RecursionError:
+        return "is nested too deeply; flatten it"
+    except Exception as error:  # regex.error, OverflowError or MemoryError
+        return f"does not compile: {error}"
+    return None
+
+
+@lru_cache(maxsize=256)
+def compiled(pattern: str) -> Any:
+    """Compile `pattern` with `regex`, because `re` has no time limit. Its `fullmatch` accepts a `timeout`.
+
+    A dot matches line feeds, because responses have several lines.
+    """
+    return regex.compile(pattern, regex.VERSION0 | regex.DOTALL)
 
 
 class RewardSource(Section):
@@ -33,17 +61,12 @@ class RewardSource(Section):
     if TYPE_CHECKING:
         type: str
 
-    name: str | None = result(
-        None,
-        "Name in metrics; the type if not given",
-        pattern=r"^[a-z0-9_]{1,32}$",
-        form="1 to 32 of a-z, 0-9 and `_`",
-    )
-    weight: FiniteFloat = result(1.0, "Factor in the sum")
-    normalize: Literal["none", "batch"] = result(
-        "none",
-        "`batch`: mean 0, std 1 over the rollout batch, before the weight",
-    )
+    name: str | None = result(None, pattern=r"^[a-z0-9_]{1,32}$", form="1 to 32 of a-z, 0-9 and `_`")
+    """Name in metrics; the type if not given"""
+    weight: FiniteFloat = result(1.0)
+    """Factor in the sum"""
+    normalize: Literal["none", "batch"] = result("none")
+    """`batch`: mean 0, std 1 over the rollout batch, before the weight"""
 
     @property
     def used_name(self) -> str:
@@ -67,38 +90,41 @@ class LengthReward(RewardSource):
     """1 at `target` response tokens, falling linearly to 0 at `tolerance` away."""
 
     type: Literal["length"] = "length"
-    target: PositiveInt = result(..., "Wanted length in tokens")
-    tolerance: PositiveInt = result(..., "Distance in tokens at which the reward is 0")
+    target: PositiveInt = result(...)
+    """Wanted length in tokens"""
+    tolerance: PositiveInt = result(...)
+    """Distance in tokens at which the reward is 0"""
 
 
 class KeywordsReward(RewardSource):
     """Occurrences of the words (whole, any case), at most `cap`, times `per_word`."""
 
     type: Literal["keywords"] = "keywords"
-    words: tuple[Annotated[str, Field(min_length=1)], ...] = result(..., "Words counted", min_length=1)
-    per_word: FiniteFloat = result(1.0, "Reward for each occurrence; negative for words to avoid")
-    cap: PositiveInt = result(5, "Occurrences beyond this do not count")
-    distinct: bool = result(False, "Count each word once")
+    words: tuple[Annotated[str, Field(min_length=1)], ...] = result(..., min_length=1)
+    """Words counted"""
+    per_word: FiniteFloat = result(1.0)
+    """Reward for each occurrence; negative for words to avoid"""
+    cap: PositiveInt = result(5)
+    """Occurrences beyond this do not count"""
+    distinct: bool = result(False)
+    """Count each word once"""
 
 
 class FormatReward(RewardSource):
     """1 if the whole response, without the white space around it, matches the regular expression, else 0."""
 
     type: Literal["format"] = "format"
-    pattern: str = result(
-        ...,
-        "Python regular expression for the whole response. A dot matches line feeds as well",
-        min_length=1,
-    )
+    pattern: str = result(..., min_length=1)
+    """Regular expression for the whole response, as for the package `regex`, which has those of Python's
+    `re` and more. A dot matches line feeds as well; a brace that is meant as itself is written `\\{`
+    """
 
     @field_validator("pattern")
     @classmethod
     def _check_pattern(cls, pattern: str) -> str:
         problem = pattern_problem(pattern)
         if problem:
-            raise ValueError(
-                f"pattern must be a Python regular expression; got {shown(pattern)}, which {problem}"
-            )
+            raise ValueError(f"pattern must be a regular expression; got {shown(pattern)}, which {problem}")
         return pattern
 
 
@@ -108,7 +134,8 @@ class RepetitionReward(RewardSource):
     """
 
     type: Literal["repetition"] = "repetition"
-    ngram: PositiveInt = result(3, "Words per n-gram")
+    ngram: PositiveInt = result(3)
+    """Words per n-gram"""
 
 
 class RelevanceReward(RewardSource):
@@ -117,7 +144,8 @@ class RelevanceReward(RewardSource):
     """
 
     type: Literal["relevance"] = "relevance"
-    min_letters: PositiveInt = result(4, "Shorter words of the prompt are not content words")
+    min_letters: PositiveInt = result(4)
+    """Shorter words of the prompt are not content words"""
 
 
 class WellFormedReward(RewardSource):
@@ -132,7 +160,8 @@ class TokenShareReward(RewardSource):
     """Share of response tokens whose id is below `below`: a simple rule for benchmarks and learning tests."""
 
     type: Literal["token_share"] = "token_share"
-    below: PositiveInt = result(..., "Token ids below this value")
+    below: PositiveInt = result(...)
+    """Token ids below this value"""
 
 
 class AnswerReward(RewardSource):
@@ -141,43 +170,33 @@ class AnswerReward(RewardSource):
     """
 
     type: Literal["answer"] = "answer"
-    field: str = result(
-        "answer",
-        "Field of the prompt's row with the correct answer; `reward_model.ground_truth` is a field inside of"
-        " another one",
-        min_length=1,
-    )
-    extract: Literal["auto", "final_number", "boxed"] = result(
-        "auto",
-        "What the answer of a response is: `final_number`: the number after the last `####`, if nothing else"
-        " is on that line, else after `answer is`, else the last one; `boxed`: its last \\boxed{}; `auto`:"
-        " boxed if there is one, else the number, formula, letter or text",
-    )
+    field: str = result("answer", min_length=1)
+    """Field of the prompt's row with the correct answer; `reward_model.ground_truth` is a field inside of
+    another one
+    """
+    extract: Literal["auto", "final_number", "boxed"] = result("auto")
+    """What the answer of a response is: `final_number`: the number after the last `####`, if nothing else is
+    on that line, else after `answer is`, else the last one; `boxed`: its last \\boxed{}; `auto`: boxed if
+    there is one, else the number, formula, letter or text
+    """
 
 
 class ExternalReward(RewardSource):
     """Rewards that run code of users, which may fail."""
 
-    on_error: Literal["abort", "mask"] = result(
-        "abort",
-        "A response without a value after all retries: `abort` ends the step with an error that names it,"
-        " `mask` leaves it out of the update and the metrics, and counts it",
-    )
+    on_error: Literal["abort", "mask"] = result("abort")
+    """A response without a value after all retries: `abort` ends the step with an error that names it, `mask`
+    leaves it out of the update and the metrics, and counts it
+    """
 
 
 class UserFunction(Section):
     """A function that a user has written."""
 
-    function: str = result(
-        ...,
-        "`package.module:function`",
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        form="`package.module:function`",
-    )
-    file: UserPath | None = content(
-        None,
-        "Python file with the function, if it is not importable; then `function` is `anything:function`",
-    )
+    function: str = result(..., pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", form="`package.module:function`")
+    """`package.module:function`"""
+    file: UserPath | None = content(None)
+    """Python file with the function, if it is not importable; then `function` is `anything:function`"""
 
 
 class PythonReward(UserFunction, ExternalReward):
@@ -187,11 +206,11 @@ class PythonReward(UserFunction, ExternalReward):
     # With `on_error: mask` a time limit decides which responses count. It is not in the key, because what is
     # too slow depends on the machine.
     timeout: PositiveFloat = execution(
-        30.0,
-        "Seconds for one batch",
-        within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end"),
+        30.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
     )
-    retries: NonNegativeInt = execution(1, "Retries of a batch that failed", within=TRIES)
+    """Seconds for one batch"""
+    retries: NonNegativeInt = execution(1, within=TRIES)
+    """Retries of a batch that failed"""
 
 
 class RemoteReward(ExternalReward):
@@ -200,43 +219,30 @@ class RemoteReward(ExternalReward):
     """
 
     type: Literal["remote"] = "remote"
-    urls: tuple[str, ...] = result(
-        ...,
-        "`http(s)://host[:port]/path` of each replica; requests go to the least busy one",
-        min_length=1,
-    )
-    allowed_hosts: AllowedHosts = execution(..., ALLOWED_HOSTS, min_length=1)
-    items_per_request: PositiveInt = execution(
-        64,
-        "Responses in one request",
-        within=Range(1, 65536, "a request has at most 16 MiB"),
-    )
-    concurrency: PositiveInt = execution(
-        4,
-        "Concurrent requests to each replica",
-        within=Range(1, 1024, "connections to one service"),
-    )
-    send_tokens: bool = result(
-        False,
-        "Also send token ids, for a service with the tokenizer of the policy",
-    )
+    urls: tuple[str, ...] = result(..., min_length=1)
+    """`http(s)://host[:port]/path` of each replica; requests go to the least busy one"""
+    allowed_hosts: AllowedHosts = execution(..., min_length=1)
+    """Hosts that may receive requests. If a name resolves to a private or loopback address, that address, or
+    a network such as 10.0.0.0/8, must be listed as well
+    """
+    items_per_request: PositiveInt = execution(64, within=Range(1, 65536, "a request has at most 16 MiB"))
+    """Responses in one request"""
+    concurrency: PositiveInt = execution(4, within=Range(1, 1024, "connections to one service"))
+    """Concurrent requests to each replica"""
+    send_tokens: bool = result(False)
+    """Also send token ids, for a service with the tokenizer of the policy"""
     timeout: PositiveFloat = execution(
-        30.0,
-        "Seconds for one request, from the address look-up to the last byte",
-        within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end"),
+        30.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
     )
-    retries: NonNegativeInt = execution(4, "Retries of a request that failed", within=TRIES)
-    backoff: PositiveFloat = execution(
-        1.0,
-        "Seconds before the first retry; doubles for each further one, and is multiplied by 0.5 to 1.5",
-        within=PAUSE,
-    )
-    breaker_failures: PositiveInt = execution(5, "Consecutive failures after which a replica is not used")
-    breaker_seconds: PositiveFloat = execution(
-        15.0,
-        "Seconds for which it is not used; then it gets a single request",
-        within=PAUSE,
-    )
+    """Seconds for one request, from the address look-up to the last byte"""
+    retries: NonNegativeInt = execution(4, within=TRIES)
+    """Retries of a request that failed"""
+    backoff: PositiveFloat = execution(1.0, within=PAUSE)
+    """Seconds before the first retry; doubles for each further one, and is multiplied by 0.5 to 1.5"""
+    breaker_failures: PositiveInt = execution(5)
+    """Consecutive failures after which a replica is not used"""
+    breaker_seconds: PositiveFloat = execution(15.0, within=PAUSE)
+    """Seconds for which it is not used"""
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
@@ -245,36 +251,75 @@ class RemoteReward(ExternalReward):
         return self
 
 
+class ChatServiceConfig(Section):
+    """A language model at an OpenAI-compatible address."""
+
+    url: str | None = result(None)
+    """Address of an OpenAI-compatible server, `http(s)://host[:port]/v1`; requests go to
+    `{url}/chat/completions`; null: `path`
+    """
+    model: str | None = result(
+        None, pattern=r"^[^\x00-\x1f\x7f]{1,200}$", form="1 to 200 characters on one line"
+    )
+    """Name of the model at `url`"""
+    allowed_hosts: AllowedHosts = execution(())
+    """Hosts that may receive requests. If a name resolves to a private or loopback address, that address, or
+    a network such as 10.0.0.0/8, must be listed as well
+    """
+    api_key_env: str | None = execution(
+        None, pattern=r"^[A-Z][A-Z0-9_]{0,63}$", form="1 to 64 of A-Z, 0-9 and `_`, the first a letter"
+    )
+    """Name of the environment variable that has the key of the server; null: no key"""
+    rubric: UserPath | None = content(None, min_length=1)
+    """Text file with the criteria of a good answer; null: a short general one"""
+    max_tokens: PositiveInt = result(16, within=Range(1, 65536, "tokens of one answer"))
+    """Tokens of a reply of the server. More are needed if the rubric asks for reasons before the verdict on
+    the last line
+    """
+    concurrency: PositiveInt = execution(8, within=Range(1, 1024, "connections to one service"))
+    """Concurrent requests"""
+    timeout: PositiveFloat = execution(
+        60.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
+    )
+    """Seconds for one request, from the address look-up to the last byte"""
+    retries: NonNegativeInt = execution(5, within=TRIES)
+    """Retries of a request that failed"""
+    backoff: PositiveFloat = execution(1.0, within=PAUSE)
+    """Seconds before the first retry; doubles for each further one, and is multiplied by 0.5 to 1.5"""
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _check_key(cls, name: str | None) -> str | None:
+        if name is not None and not is_secret_variable(name):
+            raise ValueError(
+                f"api_key_env must have a name whose value logs hide; got {name}; use a name such as"
+                " JUDGE_API_KEY"
+            )
+        return name
+
+
 class LanguageModelReward(ChatServiceConfig, ExternalReward):
     """A language model at an OpenAI-compatible address that grades each response; the grades are mapped to 0
     to 1.
     """
 
     type: Literal["language_model"] = "language_model"
-    url: str = result(
-        ...,
-        "Address of an OpenAI-compatible server, `http(s)://host[:port]/v1`; requests go to"
-        " `{url}/chat/completions`",
-    )
-    model: str = result(
-        ...,
-        "Name of the model at `url`",
-        pattern=r"^[^\x00-\x1f\x7f]{1,200}$",
-        form="1 to 200 characters on one line",
-    )
-    scale: PositiveInt = result(
-        10,
-        "The model replies with a whole number from 1 to this. 1 is the reward 0, and this number the reward"
-        " 1",
-        within=Range(2, 1000, "a grade needs two values"),
-    )
+    url: str = result(...)
+    """Address of an OpenAI-compatible server, `http(s)://host[:port]/v1`; requests go to
+    `{url}/chat/completions`
+    """
+    model: str = result(..., pattern=r"^[^\x00-\x1f\x7f]{1,200}$", form="1 to 200 characters on one line")
+    """Name of the model at `url`"""
+    scale: PositiveInt = result(10, within=Range(2, 1000, "a grade needs two values"))
+    """The model replies with a whole number from 1 to this. 1 is the reward 0, and this number the reward 1
+    """
     min_agreement: PositiveFloat | None = execution(
-        0.6,
-        "Before PPO, the model grades both answers of up to 100 held-out pairs that people have labelled. If"
-        " it grades the chosen answer higher in less than this share, or not significantly more often than by"
-        " chance, the stage `ppo` fails. Equal grades count half. null, or weight 0: not measured",
-        within=Range(0.51, 1.0, "agreement by chance is 0.5"),
+        0.6, within=Range(0.51, 1.0, "agreement by chance is 0.5")
     )
+    """Before PPO, the model grades both answers of up to 100 held-out pairs that people have labelled. If it
+    grades the chosen answer higher in less than this share, or not significantly more often than by chance,
+    the stage `ppo` fails. Equal grades count half. null, or weight 0: not measured
+    """
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:

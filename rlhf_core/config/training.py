@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, field_validator, model_validator
 
@@ -39,18 +39,16 @@ def _packing(value: Any) -> Any:
 
 Packing = Annotated[bool | Literal["auto"], BeforeValidator(_packing)]
 """`auto` is resolved to true or false when the model is loaded (`models.selftest`)."""
-PACK = (
-    "Put several sequences into one row, without attention between them. `false`: right-padded rows. `auto`:"
-    " rows are packed if the model supports it, which is tested when it is loaded. `true`: a model that does"
-    " not support it is refused"
-)
 
 
 class PackedSection(Section):
     """A section with a field `pack`."""
 
-    if TYPE_CHECKING:
-        pack: Packing
+    pack: Packing = result("auto")
+    """Put several sequences into one row, without attention between them. `false`: right-padded rows.
+    `auto`: rows are packed if the model supports it, which is tested when it is loaded. `true`: a model that
+    does not support it is refused
+    """
 
     @property
     def packs(self) -> bool:
@@ -62,70 +60,60 @@ class OptimizerConfig(Section):
     """AdamW with warm-up and decay."""
 
     learning_rate: PositiveFloat = result(
-        1e-5,
-        "Peak learning rate. With `lora` the default is ten times that of all parameters (Schulman et al."
-        " 2025, LoRA Without Regret)",
-        within=Range(1e-20, 100, "no training of a language model converges above it"),
+        1e-5, within=Range(1e-20, 100, "no training of a language model converges above it")
     )
-    weight_decay: NonNegativeFloat = result(
-        0.0, "Decoupled weight decay", within=Range(0, 10, "0.1 is usual")
-    )
-    betas: tuple[Decay, Decay] = result((0.9, 0.95), "Adam's moment decays")
+    """Peak learning rate. With `lora` the default is ten times that of all parameters (Schulman et al. 2025,
+    LoRA Without Regret)
+    """
+    weight_decay: NonNegativeFloat = result(0.0, within=Range(0, 10, "0.1 is usual"))
+    """Decoupled weight decay"""
+    betas: tuple[Decay, Decay] = result((0.9, 0.95))
+    """Adam's moment decays"""
     eps: PositiveFloat = result(
-        1e-8, "Adam's epsilon", within=Range(1e-20, 1, "a larger value hides the size of the gradients")
+        1e-8, within=Range(1e-20, 1, "a larger value hides the size of the gradients")
     )
-    warmup_ratio: Fraction = result(
-        0.05, "Share of the optimizer steps in which the learning rate rises linearly"
-    )
-    schedule: Literal["cosine", "linear", "constant"] = result("cosine", "Decay after the warm-up")
-    min_lr_ratio: Fraction = result(0.1, "Learning rate at the end of the decay, as a share of the peak")
+    """Adam's epsilon"""
+    warmup_ratio: Fraction = result(0.05)
+    """Share of the optimizer steps in which the learning rate rises linearly"""
+    schedule: Literal["cosine", "linear", "constant"] = result("cosine")
+    """Decay after the warm-up"""
+    min_lr_ratio: Fraction = result(0.1)
+    """Learning rate at the end of the decay, as a share of the peak"""
     max_grad_norm: PositiveFloat = result(
-        1.0,
-        "Global gradient norm is clipped to this",
-        within=Range(1e-6, 1e12, "lower values stop the training, and higher ones have no effect"),
+        1.0, within=Range(1e-6, 1e12, "lower values stop the training, and higher ones have no effect")
     )
+    """Global gradient norm is clipped to this"""
 
 
 class DeepSpeedConfig(Section):
     """How one model is distributed over ranks."""
 
     # Another number also rounds differently. Checkpoints know it, see `allow_other_ranks`.
-    ranks: PositiveInt = execution(
-        1,
-        "Data-parallel training ranks (processes; one GPU each where there are GPUs)",
-        within=RANKS,
-    )
-    zero_stage: Literal[0, 1, 2, 3] = result(
-        0,
-        "ZeRO: 1 shards optimizer state, 2 also gradients, 3 also parameters",
-    )
-    hpz: PositiveInt = rounding(
-        1,
-        "ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy"
-        " that is sharded over this number of neighbouring ranks, those of one host; 1: no such copy",
-    )
-    offload: Literal["none", "optimizer", "all"] = result(
-        "none",
-        "Keep in host memory (GPU): `optimizer` its state (ZeRO 1-3), `all` the parameters as well (ZeRO 3)",
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] = result(
-        "float32",
-        "Compute precision; the default on GPUs is bfloat16. bfloat16 and float16 keep float32 master"
-        " weights, float16 (GPU, ZeRO 1-3) scales the loss, first by 65536 and by half of the last scale"
-        " after each gradient that overflows. On CPUs bfloat16 is faster than float32 only with amx_bf16 or"
-        " AMD's avx512_bf16",
-    )
-    grad_accum_dtype: Literal["float32"] | None = result(
-        None,
-        "`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without"
-        " offload); null: in bfloat16, where sums of several hundred micro-batches lose small values",
-    )
-    gradient_checkpointing: bool = rounding(False, "Recompute activations in the backward pass")
-    allow_other_ranks: bool = execution(
-        False,
-        "Convert and continue from a checkpoint of another number of ranks: the same training up to rounding;"
-        " by default an error",
-    )
+    ranks: PositiveInt = execution(1, within=RANKS)
+    """Data-parallel training ranks (processes; one GPU each where there are GPUs)"""
+    zero_stage: Literal[0, 1, 2, 3] = result(0)
+    """ZeRO: 1 shards optimizer state, 2 also gradients, 3 also parameters"""
+    hpz: PositiveInt = rounding(1)
+    """ZeRO++ (hpZ), with ZeRO-3 on several hosts: backward passes gather parameters from a second copy that
+    is sharded over this number of neighbouring ranks, those of one host; 1: no such copy
+    """
+    offload: Literal["none", "optimizer", "all"] = result("none")
+    """Keep in host memory (GPU): `optimizer` its state (ZeRO 1-3), `all` the parameters as well (ZeRO 3)"""
+    dtype: Literal["float32", "bfloat16", "float16"] = result("float32")
+    """Compute precision; the default on GPUs is bfloat16. bfloat16 and float16 keep float32 master weights,
+    float16 (GPU, ZeRO 1-3) scales the loss, first by 65536 and by half of the last scale after each gradient
+    that overflows. On CPUs bfloat16 is faster than float32 only with amx_bf16 or AMD's avx512_bf16
+    """
+    grad_accum_dtype: Literal["float32"] | None = result(None)
+    """`float32`: with bfloat16, add up the gradients of micro-batches in float32 (ZeRO 2 and 3 without
+    offload); null: in bfloat16, where sums of several hundred micro-batches lose small values
+    """
+    gradient_checkpointing: bool = rounding(False)
+    """Recompute activations in the backward pass"""
+    allow_other_ranks: bool = execution(False)
+    """Convert and continue from a checkpoint of another number of ranks: the same training up to rounding; by
+    default an error
+    """
 
     @model_validator(mode="after")
     def _check_hpz(self) -> Self:
@@ -142,17 +130,14 @@ _ADAPTER_WIDTH = Range(1, 8192, "wider than the layers of any model")
 class LoraConfig(Section):
     """Low-rank adapters on a frozen model (Hu et al. 2021): each adapted layer adds `alpha / r * B A x`."""
 
-    r: PositiveInt = result(16, "Rank of the adapters", within=_ADAPTER_WIDTH)
-    alpha: PositiveInt = result(32, "Their output is scaled by alpha / r", within=_ADAPTER_WIDTH)
-    targets: tuple[str, ...] | None = result(
-        None,
-        "Names of the linear layers that get one, such as q_proj; null: all linear layers of the decoder",
-        min_length=1,
-    )
-    quantize: Literal["nf4"] | None = result(
-        None,
-        "`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); null: not quantized",
-    )
+    r: PositiveInt = result(16, within=_ADAPTER_WIDTH)
+    """Rank of the adapters"""
+    alpha: PositiveInt = result(32, within=_ADAPTER_WIDTH)
+    """Their output is scaled by alpha / r"""
+    targets: tuple[str, ...] | None = result(None, min_length=1)
+    """Names of the linear layers that get one, such as q_proj; null: all linear layers of the decoder"""
+    quantize: Literal["nf4"] | None = result(None)
+    """`nf4`: the frozen weights in 4 bits (QLoRA; needs a GPU and bitsandbytes); null: not quantized"""
 
     @field_validator("targets")
     @classmethod
@@ -175,53 +160,48 @@ def adapter_rate(rate: float) -> float:
 class EarlyStopConfig(Section):
     """End the training when the held-out loss no longer falls, and keep the weights with the lowest one."""
 
-    every: PositiveInt = result(50, "Optimizer steps between evaluations on the held-out rows")
-    patience: PositiveInt | None = result(
-        3,
-        "Number of consecutive evaluations without a lower loss after which the training ends; null: all"
-        " epochs, and then the weights with the lowest loss",
-    )
+    every: PositiveInt = result(50)
+    """Optimizer steps between evaluations on the held-out rows"""
+    patience: PositiveInt | None = result(3)
+    """Number of consecutive evaluations without a lower loss after which the training ends; null: all epochs,
+    and then the weights with the lowest loss
+    """
 
 
 class TrainingSection(PackedSection):
     """Settings of every stage that trains one model."""
 
-    optimizer: OptimizerConfig = result(OptimizerConfig(), "AdamW and its schedule")
-    deepspeed: DeepSpeedConfig = result(DeepSpeedConfig(), "Ranks, ZeRO, precision")
-    lora: LoraConfig | None = result(None, "Train adapters only; null: all parameters")
-    epochs: PositiveInt = result(1, "Passes over the demonstrations or pairs", within=PASSES)
-    batch_size: PositiveInt = result(
-        64, "Demonstrations or pairs per optimizer step, over all ranks", within=BATCH
-    )
-    micro_batch_tokens: PositiveInt = rounding(
-        4096,
-        "Tokens per forward pass of one rank; a longer demonstration or pair has a pass of its own",
-        within=TOKENS,
-    )
-    pack: Packing = result("auto", PACK)
-    threads: PositiveInt | None = rounding(
-        None,
-        "CPU threads of a rank; null: `run.threads`. Changing it can change bits on the CPU",
-        within=Range(1, 4096, "more threads than cores are slower"),
-    )
-    early_stop: EarlyStopConfig | None = result(
-        None,
-        "Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all"
-        " epochs and the last weights",
-        later=True,
-    )
-    checkpoint_every: PositiveInt = execution(50, "Optimizer steps between checkpoints")
-
-
-EVAL_EVERY = "Optimizer steps between evaluations on held-out rows; with `early_stop`, its `every` is used"
+    optimizer: OptimizerConfig = result(OptimizerConfig())
+    """AdamW and its schedule"""
+    deepspeed: DeepSpeedConfig = result(DeepSpeedConfig())
+    """Ranks, ZeRO, precision"""
+    lora: LoraConfig | None = result(None)
+    """Train adapters only; null: all parameters"""
+    epochs: PositiveInt = result(1, within=PASSES)
+    """Passes over the demonstrations or pairs"""
+    batch_size: PositiveInt = result(64, within=BATCH)
+    """Demonstrations or pairs per optimizer step, over all ranks"""
+    micro_batch_tokens: PositiveInt = rounding(4096, within=TOKENS)
+    """Tokens per forward pass of one rank; a longer demonstration or pair has a pass of its own"""
+    threads: PositiveInt | None = rounding(None, within=Range(1, 4096, "more threads than cores are slower"))
+    """CPU threads of a rank; null: `run.threads`. Changing it can change bits on the CPU"""
+    early_stop: EarlyStopConfig | None = result(None, later=True)
+    """Publish the weights with the lowest held-out loss, and stop when it no longer falls; null: all epochs
+    and the last weights
+    """
+    checkpoint_every: PositiveInt = execution(50)
+    """Optimizer steps between checkpoints"""
 
 
 class SFTConfig(TrainingSection):
     """Supervised fine-tuning."""
 
-    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5), "AdamW and its schedule")
-    eval_every: PositiveInt = execution(50, EVAL_EVERY)
-    samples: PositiveInt = result(8, "Held-out prompts whose responses are logged at the end")
+    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5))
+    """AdamW and its schedule"""
+    eval_every: PositiveInt = execution(50)
+    """Optimizer steps between evaluations on held-out rows; with `early_stop`, its `every` is used"""
+    samples: PositiveInt = result(8)
+    """Held-out prompts whose responses are logged at the end"""
 
 
 Combine = Literal["mean", "worst_case", "uncertainty"]
@@ -234,22 +214,16 @@ MEMBERS = Range(2, 8, "each is a whole model in training and in PPO")
 class EnsembleConfig(Section):
     """Several reward models whose combined score is the reward (Coste et al. 2023)."""
 
-    members: PositiveInt = result(
-        3,
-        "Reward models. All are trained from the same pairs, each with a new score head and an order of the"
-        " pairs of its own. The first is the model of a run without ensemble",
-        within=MEMBERS,
-    )
-    combine: Combine = result(
-        "worst_case",
-        "Score of a response: `mean` of the members' scores; `worst_case`: the lowest; `uncertainty`: mean -"
-        " `penalty` * variance",
-    )
-    penalty: NonNegativeFloat = result(
-        PENALTY,
-        "Weight of the variance over the members. Only with `combine: uncertainty`",
-        within=Range(0, 1000, "the scores have standard deviation 1"),
-    )
+    members: PositiveInt = result(3, within=MEMBERS)
+    """Reward models. All are trained from the same pairs, each with a new score head and an order of the
+    pairs of its own. The first is the model of a run without ensemble
+    """
+    combine: Combine = result("worst_case")
+    """Score of a response: `mean` of the members' scores; `worst_case`: the lowest; `uncertainty`: mean -
+    `penalty` * variance
+    """
+    penalty: NonNegativeFloat = result(PENALTY, within=Range(0, 1000, "the scores have standard deviation 1"))
+    """Weight of the variance over the members. Only with `combine: uncertainty`"""
 
 
 class JudgeConfig(Section):
@@ -259,28 +233,26 @@ class JudgeConfig(Section):
     out is that of the reward model, like each other setting of the training that is null.
     """
 
-    fraction: PositiveFloat = result(
-        0.5,
-        "Share of the prompts whose pairs train the judge; the reward model is trained with the others",
-        within=Range(0.05, 0.95, "both models need pairs"),
-    )
-    path: UserPath | None = content(
-        None,
-        "Another base model, with the same tokens, that the judge starts from: local folder, Hugging Face id"
-        " or [reference](rounds.md#references); null: the SFT model",
-        min_length=1,
-    )
-    revision: str | None = content(None, "Commit of a hub model in `path`")
-    optimizer: OptimizerConfig | None = result(None, "AdamW and its schedule", later=True)
-    deepspeed: DeepSpeedConfig | None = result(None, "Ranks, ZeRO, precision", later=True)
-    lora: LoraConfig | None = result(None, "Train adapters and the score head only", later=True)
-    epochs: PositiveInt | None = result(None, "Passes over its pairs", within=PASSES, later=True)
-    batch_size: PositiveInt | None = result(
-        None, "Pairs per optimizer step, over all ranks", within=BATCH, later=True
-    )
-    micro_batch_tokens: PositiveInt | None = rounding(
-        None, "Tokens per forward pass of one rank", within=TOKENS
-    )
+    fraction: PositiveFloat = result(0.5, within=Range(0.05, 0.95, "both models need pairs"))
+    """Share of the prompts whose pairs train the judge; the reward model is trained with the others"""
+    path: UserPath | None = content(None, min_length=1)
+    """Another base model, with the same tokens, that the judge starts from: local folder, Hugging Face id or
+    [reference](rounds.md#references); null: the SFT model
+    """
+    revision: str | None = content(None)
+    """Commit of a hub model in `path`"""
+    optimizer: OptimizerConfig | None = result(None, later=True)
+    """AdamW and its schedule"""
+    deepspeed: DeepSpeedConfig | None = result(None, later=True)
+    """Ranks, ZeRO, precision"""
+    lora: LoraConfig | None = result(None, later=True)
+    """Train adapters and the score head only"""
+    epochs: PositiveInt | None = result(None, within=PASSES, later=True)
+    """Passes over its pairs"""
+    batch_size: PositiveInt | None = result(None, within=BATCH, later=True)
+    """Pairs per optimizer step, over all ranks"""
+    micro_batch_tokens: PositiveInt | None = rounding(None, within=TOKENS)
+    """Tokens per forward pass of one rank"""
 
     @property
     def own_settings(self) -> dict[str, Any]:
@@ -293,45 +265,36 @@ class JudgeConfig(Section):
 class RewardConfig(TrainingSection):
     """Bradley-Terry reward model, from the SFT model."""
 
-    enabled: bool = result(True, "False: no reward model is trained; PPO then needs rule rewards")
-    lora: LoraConfig | None = result(None, "Train adapters and the score head only; null: all parameters")
-    micro_batch_tokens: PositiveInt = rounding(8192, "Tokens per forward pass of one rank", within=TOKENS)
-    center: NonNegativeFloat = result(
-        0.0, "Weight of (chosen + rejected)^2, which keeps scores near 0", within=COEFFICIENT
-    )
-    margin: Literal["none", "constant", "field"] = result(
-        "none",
-        "Margin between the chosen and the rejected score in the loss (Touvron et al. 2023):"
-        " `constant`: `margin_value` for all pairs; `field`: the number in each row's field `margin`",
-    )
-    margin_value: PositiveFloat = result(
-        1.0, "The margin of all pairs with `margin: constant`", within=COEFFICIENT
-    )
+    enabled: bool = result(True)
+    """False: no reward model is trained; PPO then needs rule rewards"""
+    lora: LoraConfig | None = result(None)
+    """Train adapters and the score head only; null: all parameters"""
+    micro_batch_tokens: PositiveInt = rounding(8192, within=TOKENS)
+    """Tokens per forward pass of one rank"""
+    center: NonNegativeFloat = result(0.0, within=COEFFICIENT)
+    """Weight of (chosen + rejected)^2, which keeps scores near 0"""
+    margin: Literal["none", "constant", "field"] = result("none")
+    """Margin between the chosen and the rejected score in the loss (Touvron et al. 2023): `constant`:
+    `margin_value` for all pairs; `field`: the number in each row's field `margin`
+    """
+    margin_value: PositiveFloat = result(1.0, within=COEFFICIENT)
+    """The margin of all pairs with `margin: constant`"""
     # Not declared with `later`: it is part of existing keys.
-    early_stop: EarlyStopConfig | None = result(
-        None,
-        "Stop when the held-out loss no longer falls; null: all epochs and the last weights",
-    )
-    judge: JudgeConfig | None = result(
-        None,
-        "Train a second reward model as a judge, with the settings of this section, or its own. It judges the"
-        " evaluations during PPO, the stage `evaluate` and the match; null: no second model",
-        later=True,
-        inherits=True,
-    )
-    ensemble: EnsembleConfig | None = result(
-        None,
-        "Train several reward models with different seeds and combine their scores"
-        " ([rewards](rewards.md#an-ensemble-of-reward-models)); null: one model",
-        later=True,
-    )
-    min_accuracy: Fraction = execution(
-        0.55,
-        "If the held-out accuracy is below this, or not significantly above chance (the lower bound of its"
-        " 95 % interval is at most 0.5), the stage fails, because PPO with such a reward model would"
-        " optimise noise; 0: no check. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require"
-        " 0.6",
-    )
+    early_stop: EarlyStopConfig | None = result(None)
+    """Stop when the held-out loss no longer falls; null: all epochs and the last weights"""
+    judge: JudgeConfig | None = result(None, later=True, inherits=True)
+    """Train a second reward model as a judge, with the settings of this section, or its own. It judges the
+    evaluations during PPO, the stage `evaluate` and the match; null: no second model
+    """
+    ensemble: EnsembleConfig | None = result(None, later=True)
+    """Train several reward models with different seeds and combine their scores
+    ([rewards](rewards.md#an-ensemble-of-reward-models)); null: one model
+    """
+    min_accuracy: Fraction = execution(0.55)
+    """If the held-out accuracy is below this, or not significantly above chance (the lower bound of its 95 %
+    interval is at most 0.5), the stage fails, because PPO with such a reward model would optimise noise; 0:
+    no check. A 7B model reaches about 0.7 on HH-RLHF, and the GPU profiles require 0.6
+    """
 
     @property
     def of_judge(self) -> RewardConfig:
@@ -364,18 +327,13 @@ class DPOConfig(TrainingSection):
     the pairs without a reward model and without sampling.
     """
 
-    enabled: bool = result(
-        False, "Train this policy. The stage `evaluate` compares it with those of SFT and PPO"
-    )
-    beta: PositiveFloat = result(
-        0.1,
-        "Weight of the KL to the SFT model in DPO's objective: the higher, the nearer the policy stays",
-        within=Range(1e-4, 100, "0.01 to 1 is usual"),
-    )
-    label_smoothing: NonNegativeFloat = result(
-        0.0,
-        "Assumed probability that the responses of a pair are in the wrong order (Mitchell 2023)",
-        within=Range(0, 0.49, "at 0.5 the pairs say nothing"),
-    )
-    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-6), "AdamW and its schedule")
-    eval_every: PositiveInt = execution(50, EVAL_EVERY)
+    enabled: bool = result(False)
+    """Train this policy. The stage `evaluate` compares it with those of SFT and PPO"""
+    beta: PositiveFloat = result(0.1, within=Range(1e-4, 100, "0.01 to 1 is usual"))
+    """Weight of the KL to the SFT model in DPO's objective: the higher, the nearer the policy stays"""
+    label_smoothing: NonNegativeFloat = result(0.0, within=Range(0, 0.49, "at 0.5 the pairs say nothing"))
+    """Assumed probability that the responses of a pair are in the wrong order (Mitchell 2023)"""
+    optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-6))
+    """AdamW and its schedule"""
+    eval_every: PositiveInt = execution(50)
+    """Optimizer steps between evaluations on held-out rows; with `early_stop`, its `every` is used"""

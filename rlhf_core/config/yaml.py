@@ -2,7 +2,7 @@
 
 Only dict, list, str, int, float, bool and None are constructed. It differs from `yaml.safe_load`, which
 follows YAML 1.1: a duplicate key is an error, `1e-5` is a number, only `true` and `false` are booleans, and
-`012` and `22:30` are text. Tags and merge keys are refused, and the number of aliases is limited.
+`012` and `22:30` are text. Tags and merge keys are refused, and the number of values is limited.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.system.files import UnfitFile, open_regular
 
 MAX_BYTES = 1_000_000
-MAX_ALIASES = 100
-MAX_NODES = 20_000
+MAX_VALUES = 20_000
 MAX_DEPTH = 40
 
 Keys = tuple[str | int, ...]
@@ -134,133 +133,86 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-class _StrictLoader(yaml.composer.Composer, yaml.CSafeLoader):
-    """`SafeLoader` without tags and constructors, with the line of each field and limits on aliases.
+class _Loader(yaml.composer.Composer, yaml.CSafeLoader):
+    """The nodes of a document; a tag is only what the document itself gives.
 
-    `Composer` comes first because the one of `CSafeLoader` is written in C and cannot be extended.
+    `Composer` comes first because the one of `CSafeLoader` is written in C: a file that is nested deeply
+    would end the process, and not raise RecursionError.
     """
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str) -> None:
         yaml.composer.Composer.__init__(self)
         yaml.CSafeLoader.__init__(self, text)
-        self.name = name
-        self.lines: dict[Keys, int] = {}
-        self._path: list[str | int] = []
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        """Give no tag to a node that has none."""
+        return ""
+
+
+class _Reader:
+    """Plain data from nodes, with the line of each field. What an alias refers to is copied."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._values = 0
-        self._aliases = 0
-        self._sizes: dict[str, int] = {}
-        """Values of each anchor, those of its aliases included, once it is complete."""
+        self.lines: dict[Keys, int] = {}
 
-    def load(self) -> Any:
-        """Return the document as plain data."""
-        self.get_event()  # the start of the stream
-        if self.check_event(yaml.StreamEndEvent):
-            return None
-        root = self.compose_document()
-        if not self.check_event(yaml.StreamEndEvent):
-            self._refuse("a second document begins here (`---`)", "keep one document per file")
-        return _plain(root)
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Check and compose the next node, which is `parent`'s item or value at `index`, or a key (None)."""
-        if isinstance(parent, yaml.MappingNode) and index is None:
-            return self._compose_key()
-        step = index.value if isinstance(index, yaml.ScalarNode) else index
-        if isinstance(step, int):
-            self.lines[(*self._path, step)] = self._line()
-        event = self._event()
-        if self.check_event(yaml.AliasEvent):
-            self._check_alias(event.anchor)
-            self._count(self._sizes[event.anchor])
-            self.get_event()
-            return self.anchors[event.anchor]
-        self._check_tag(event)
-        self._count(1)
-        before = self._values - 1
-        # An anchor may be defined again, which `Composer` refuses. Its aliases then mean the new value.
-        self.anchors.pop(event.anchor, None)
-        self._sizes.pop(event.anchor, None)
-        if step is not None:
-            self._path.append(step)
-        if len(self._path) >= MAX_DEPTH and not self.check_event(yaml.ScalarEvent):
-            self._refuse(f"nested deeper than {MAX_DEPTH} levels", "flatten it")
-        node = super().compose_node(parent, index)
-        if step is not None:
-            self._path.pop()
-        if event.anchor:
-            self._sizes[event.anchor] = self._values - before
-        return node
-
-    def _compose_key(self) -> yaml.ScalarNode:
-        event = self._event()
-        if self.check_event(yaml.AliasEvent):
-            self._check_alias(event.anchor)
-        if not self.check_event(yaml.ScalarEvent):
-            self._refuse("a key must be a single word", "write `key: value`")
-        self._check_tag(event)
-        key = (*self._path, event.value)
-        if event.value == "<<":
-            self._refuse("merge keys (`<<`) are not supported", "write the fields out")
-        if key in self.lines:
-            dotted = ".".join(str(part) for part in key)
-            self._refuse(f"duplicate key {dotted[:120]}", "keep one of them")
-        self.lines[key] = self._line()
-        self.get_event()
-        return yaml.ScalarNode("key", event.value)
-
-    def _check_alias(self, anchor: str) -> None:
-        self._aliases += 1
-        if self._aliases > MAX_ALIASES:
-            self._refuse(f"too many aliases (more than {MAX_ALIASES})", "write the values out")
-        if anchor not in self.anchors:
+    def plain(self, node: Any, path: Keys) -> Any:
+        """Return the node at `path` as plain data."""
+        self._values += 1
+        # Aliases of aliases are few nodes and many values.
+        if self._values > MAX_VALUES:
+            self._refuse(node, f"more than {MAX_VALUES} values with aliases expanded", "write fewer")
+        if len(path) >= MAX_DEPTH:
+            self._refuse(node, f"nested deeper than {MAX_DEPTH} levels, or an alias in itself", "flatten it")
+        if node.tag:
             self._refuse(
-                f"alias *{anchor[:40]} has no anchor before it", "quote the value if the asterisk is text"
+                node, f"unsupported tag {node.tag[:80]!r}: tags are refused", "write the plain value"
             )
-        if anchor not in self._sizes:
-            self._refuse(f"recursive alias *{anchor[:40]}: it contains itself", "write the value out")
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            items = []
+            for index, item in enumerate(node.value):
+                self.lines[(*path, index)] = _line(item)
+                items.append(self.plain(item, (*path, index)))
+            return items
+        # A scalar with a style is quoted or a block, and always text.
+        return node.value if node.style else scalar(node.value)
 
-    def _check_tag(self, event: Any) -> None:
-        if event.tag is not None:
-            self._refuse(
-                f"unsupported tag {str(event.tag)[:80]!r}: tags are refused", "write the plain value"
-            )
+    def _mapping(self, node: yaml.MappingNode, path: Keys) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self._refuse(key, "a key must be a single word", "write `key: value`")
+            name = key.value
+            own = (*path, name)
+            if name == "<<":
+                self._refuse(key, "merge keys (`<<`) are not supported", "write the fields out")
+            if name in mapping:
+                dotted = ".".join(map(str, own))
+                self._refuse(key, f"duplicate key {dotted[:120]}", "keep one of them")
+            self.lines[own] = _line(key)
+            mapping[name] = self.plain(value, own)
+        return mapping
 
-    def _count(self, values: int) -> None:
-        self._values += values
-        if self._values > MAX_NODES:
-            self._refuse(
-                f"more than {MAX_NODES} values with aliases expanded: too many aliases", "write fewer"
-            )
-
-    def _event(self) -> Any:
-        """Return the next event, whose attributes depend on its class."""
-        return self.peek_event()
-
-    def _line(self) -> int:
-        line: int = self._event().start_mark.line
-        return line + 1
-
-    def _refuse(self, problem: str, fix: str) -> NoReturn:
-        raise ConfigError(f"{self.name}:{self._line()}: {problem}; {fix}")
+    def _refuse(self, node: yaml.Node, problem: str, fix: str) -> NoReturn:
+        raise ConfigError(f"{self._name}:{_line(node)}: {problem}; {fix}")
 
 
-def _plain(node: Any) -> Any:
-    """Return a node as plain data. What an alias refers to is copied."""
-    if isinstance(node, yaml.MappingNode):
-        return {key.value: _plain(value) for key, value in node.value}
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(item) for item in node.value]
-    # A scalar with a style is quoted or a block, and always text.
-    return node.value if node.style else scalar(node.value)
+def _line(node: yaml.Node) -> int:
+    line: int = node.start_mark.line
+    return line + 1
 
 
 def _load(text: str, name: str) -> tuple[Any, dict[Keys, int]]:
+    reader = _Reader(name)
     try:
-        loader = _StrictLoader(text, name)
-        return loader.load(), loader.lines
+        root = _Loader(text).get_single_node()
+        return (None if root is None else reader.plain(root, ())), reader.lines
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_message(error, text, name)) from error
-    except RecursionError as error:  # of aliases that contain aliases
+    except RecursionError as error:
         raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; flatten it") from error
     except UnicodeEncodeError as error:
         # Bytes of a command line that are not UTF-8 arrive as halves of surrogate pairs.
@@ -268,11 +220,11 @@ def _load(text: str, name: str) -> tuple[Any, dict[Keys, int]]:
 
 
 def _decode(data: bytes, name: str) -> str:
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ConfigError(f"{name}:1: is UTF-16 or UTF-32, not UTF-8 text; save it as UTF-8")
     if b"\0" in data:
         line = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise ConfigError(f"{name}:{line}: has a NUL byte, so it is not UTF-8 text; save it as UTF-8")
+        raise ConfigError(
+            f"{name}:{line}: has a NUL byte, as in UTF-16, and is not UTF-8 text; save it as UTF-8"
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -295,4 +247,7 @@ def _syntax_message(error: yaml.YAMLError, text: str, name: str) -> str:
         number = text.count("\n", 0, position) + 1 if isinstance(position, int) else 1
     parts = (getattr(error, "context", None), getattr(error, "problem", None), getattr(error, "reason", None))
     what = ", ".join(str(part) for part in parts if part)
-    return f"{name}:{number}: not valid YAML: {what}; quote values that hold `:`, `#`, `*`, `@` or brackets"
+    return (
+        f"{name}:{number}: not valid YAML: {what}; quote values that hold `:`, `#`, `*`, `@` or brackets,"
+        " and write one document per file"
+    )

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.config.data import SETS, SetName
-from rlhf_core.config.limits import Limits
+from rlhf_core.config.data import SETS, Limits, SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
 from rlhf_core.data.examples import OTHER_ANSWER, EncodedRecord, SetCounts, distinct_names, split_key

@@ -11,11 +11,19 @@ import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 
-from rlhf_core.config.address import Address, parse_address, s3_problem
-from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.address import (
+    JUDGE_PATH,
+    Address,
+    base_of,
+    is_hub_model,
+    is_reference,
+    parse_address,
+    s3_problem,
+)
+from rlhf_core.config.data import Limits, SetName, Source, fitted_limits
 from rlhf_core.config.evaluate import prompts_for_margin
-from rlhf_core.config.limits import Limits, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.dataset import require_answers
@@ -26,8 +34,10 @@ from rlhf_core.data.prompt_sets import check_rows
 from rlhf_core.data.sources import read_rows
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import read_chat_template
+from rlhf_core.data.tokenizer import require_same_tokens
 from rlhf_core.errors import ConfigError, DataError, Finding, InputError, ModelError, guarded
-from rlhf_core.models.folder import ModelFolder, length_limits
+from rlhf_core.models.check import length_limits
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.files import exists
 from rlhf_core.types import PromptExample
 
@@ -44,7 +54,9 @@ _RIGHT_OR_WRONG = ("answer", "format")
 
 
 def check_data(config: PipelineConfig) -> Iterator[Finding]:
-    """Check every source of the three sets and of regression sets, and the chat template."""
+    """Check every source of the three sets and of regression sets, the chat template, and whether the judge
+    has the tokens of the data.
+    """
     data = config.data
     for name, index, source in data.sources():
         field = f"data.{name}.{index}"
@@ -56,6 +68,7 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
         yield from _check_regression_set(config, index)
     if data.chat_template is not None:
         yield from guarded("data.chat_template", _chat_template(data.chat_template))
+    yield from guarded(JUDGE_PATH, check_base_of_judge(config))
     if config.ppo.enabled and config.generates_prompts:
         training = round(data.synthetic.prompts * (1 - data.eval_fraction))
         if config.ppo.prompts_per_step > training:
@@ -247,3 +260,24 @@ def _chat_template(path: str) -> Iterator[Finding]:
         return
     if not content.strip():
         yield ConfigError(f"data.chat_template: {path} is empty; a template must render something")
+
+
+def check_base_of_judge(config: PipelineConfig) -> Iterator[Finding]:
+    """Check that the base model of the judge exists and has the tokens of a local `model.path`."""
+    judge, base = base_of(config, "judge"), config.model.path
+    if judge is None:
+        return
+    if judge.is_hub:
+        yield from judge.unpinned()
+        return
+    if not (Path(judge.path) / "config.json").is_file():
+        yield ConfigError(
+            f"{JUDGE_PATH}: must be a folder in Hugging Face layout, or a hub id as owner/name; got"
+            f" {judge.path}, which has no config.json; correct it, or leave it out"
+        )
+        return
+    if base is not None and not is_reference(base) and not is_hub_model(base):
+        try:
+            require_same_tokens(judge, Path(base))
+        except ModelError as error:
+            yield ConfigError(error.message)

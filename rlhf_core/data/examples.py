@@ -20,8 +20,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.data import SetName, Source
-from rlhf_core.config.limits import PROMPT, RESPONSE, TEXT, Limits
+from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, Limits, SetName, Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import PythonReward, RemoteReward
 from rlhf_core.data.answers import gold_answers, same_answer

@@ -34,9 +34,7 @@ MAX_ROW_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 2 * 2**30
 """Maximum size of a .json file. Its array is parsed as a whole, which needs several times its size."""
 BEGINNING_ROWS = 20
-"""Number of bad lines without a good one after which `check_beginning` refuses a file."""
-_BEGINNING_BYTES = 40_000_000
-"""Amount of unpacked text that `check_beginning` reads at most."""
+"""Number of rows that are read before the run. `check_beginning` refuses a file if none of them is usable."""
 _SMALL_ARRAY_BYTES = 8_000_000
 """Maximum size of a .json file that `check_beginning` parses. An array can only be parsed as a whole."""
 _BOM = b"\xef\xbb\xbf"
@@ -237,8 +235,7 @@ def check_beginning(file: Path) -> None:
                 if start.strip():
                     _require_array(name, start)
                 return
-            with _unpacked(suffix, stream) as text:
-                _check_first_rows(name, suffix, _Beginning(text, _BEGINNING_BYTES))
+            _check_first_rows(name, suffix, list(islice(read_file(name, stream), BEGINNING_ROWS)))
     except OSError as error:
         raise DataError(f"{name}: it cannot be read ({error.strerror or error}); make it readable") from error
 
@@ -258,32 +255,16 @@ def first_rows(file: Path) -> list[Row]:
     return [row for row in found if isinstance(row, Row)]
 
 
-def _check_first_rows(file: str, suffix: str, beginning: _Beginning) -> None:
-    """Raise DataError if the beginning of the file has no usable row, unless too little of it was read."""
-    bad: list[BadRow] = []
-    try:
-        for row in _read_text(file, suffix, io.BufferedReader(beginning)):
-            if isinstance(row, Row):
-                return
-            bad.append(row)
-            if len(bad) == BEGINNING_ROWS:
-                break
-    except DataError:
-        # What is cut off at the end of the beginning can look damaged, such as an open quote.
-        if beginning.is_cut:
-            return
-        raise
-    # The rows are long, and too few were read to refuse the file.
-    if bad and beginning.is_cut and len(bad) < BEGINNING_ROWS:
-        return
-    if bad:
+def _check_first_rows(file: str, suffix: str, rows: Sequence[Row | BadRow]) -> None:
+    """Raise DataError if none of the first rows of a file can be used."""
+    bad = [row for row in rows if isinstance(row, BadRow)]
+    if not rows:
+        raise DataError(f"{file}: 0 rows, {_NO_ROWS[suffix]}; give a file with rows")
+    if len(bad) == len(rows):
         raise DataError(
             f"{file}:{bad[0].line}: {bad[0].reason} (none of the first {len(bad)} lines is usable);"
             f" {_ROW_FIX[suffix]}"
         )
-    if beginning.is_cut:
-        raise DataError(f"{file}: its first {_BEGINNING_BYTES // 10**6} MB are blank; give a file with rows")
-    raise DataError(f"{file}: 0 rows, {_NO_ROWS[suffix]}; give a file with rows")
 
 
 _ROW_FIX = {
@@ -299,28 +280,6 @@ _NO_ROWS = {
     ".json": "the array is empty",
     ".csv": "only the line of names",
 }
-
-
-class _Beginning(io.RawIOBase):
-    """The first bytes of a stream."""
-
-    def __init__(self, stream: IO[bytes], limit: int) -> None:
-        self._stream, self._left = stream, limit
-        self.is_cut = False
-        """Whether the stream has more bytes than were returned, once all of them were."""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._left)
-        if wanted == 0:
-            self.is_cut = self.is_cut or bool(self._stream.read(1))
-            return 0
-        content = self._stream.read(wanted)
-        buffer[: len(content)] = content
-        self._left -= len(content)
-        return len(content)
 
 
 @contextmanager

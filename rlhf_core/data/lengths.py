@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_core.config.data import SETS, SetName
-from rlhf_core.config.limits import NEW, PROMPT, RESPONSE, TEXT, GivenLimits, Limits
+from rlhf_core.config.data import NEW, PROMPT, RESPONSE, SETS, TEXT, GivenLimits, Limits, SetName
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import is_hub_model
-from rlhf_core.config.consistency import too_few_held_out
-from rlhf_core.config.data import SETS, SetName
-from rlhf_core.config.limits import NEW, Limits, fitted_limits
+from rlhf_core.config.consistency import LEAST_PROMPTS
+from rlhf_core.config.data import NEW, SETS, Limits, SetName, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import Splits, build_card, card_markdown, card_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
@@ -42,8 +41,6 @@ from rlhf_core.data.lengths import Lengths, measured
 from rlhf_core.data.sources import (
     Contents,
     model_digests,
-    model_state,
-    require_same_state,
     require_unchanged,
     source_contents,
     template_digests,
@@ -56,14 +53,8 @@ from rlhf_core.data.tokenizer import (
     write_response_prefix,
 )
 from rlhf_core.errors import ConfigError, DataError, ModelError
-from rlhf_core.models.folder import (
-    base_model_config,
-    length_limits,
-    length_problems,
-    longest_sequence,
-    text_settings,
-    vocabulary_problem,
-)
+from rlhf_core.models.check import length_limits, length_problems, longest_sequence, vocabulary_problem
+from rlhf_core.models.folder import base_model_config, text_settings
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import write_json
 from rlhf_core.types import PairExample, PromptExample
@@ -95,7 +86,7 @@ def prepare(
     Raises DataError or ModelError with the source, the rule and a fix, also if a source does not match its
     digest.
     """
-    contents, state = source_contents(config), model_state(config)
+    contents = source_contents(config)
     digests = {name: source.digest for name, source in contents.items()} | model_digests(config)
     require_unchanged(digests, key_digests or {}, config)
     prepared = read_and_encode(config, out, progress, contents)
@@ -108,9 +99,8 @@ def prepare(
     write_response_prefix(out, prepared.encoder.response_prefix)
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
-    # The tokenizer and the template were read between these checks and the digests.
+    # The template was read between this check and its digest.
     require_unchanged(template_digests(config), digests, config)
-    require_same_state(state, config, digests)
     card = prepared.card(config, digests)
     for warning in (
         *_size_warnings(config, prepared.splits),
@@ -355,10 +345,9 @@ def _check_enough(
     if not getattr(config.data, name) or usable >= needed:
         return
     # The reasons of rows that a limit dropped have the name of its field.
-    words = [word for reason in counts.dropped for word in reason.split() if word.startswith("data.")]
-    fixes = [
-        f"{field}: {lengths.why(field, name, config.given_limits, limits)}" for field in dict.fromkeys(words)
-    ]
+    words = dict.fromkeys(" ".join(counts.dropped).split())
+    fields = [word for word in words if word.startswith("data.")]
+    fixes = [f"{field}: {lengths.why(field, name, config.given_limits, limits)}" for field in fields]
     reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
     if counts.bad:
         reasons.append(f"{counts.bad} malformed (quarantine.jsonl)")
@@ -380,15 +369,46 @@ def _size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
             f"{config.ppo.prompts_per_step}: each step has some of them several times"
         )
     held_out_prompts = len(splits["prompts"]["eval"])
-    # The warnings before the run know the number of generated prompts, and `data.max_eval`.
-    if not config.generates_prompts and held_out_prompts < config.data.max_eval:
-        yield from too_few_held_out(config, held_out_prompts, f"data.prompts: {held_out_prompts}")
+    if not config.generates_prompts:
+        yield from _too_few_held_out(config, held_out_prompts)
     held_out_pairs = len(splits["preference"]["eval"])
     if config.reward.enabled and held_out_pairs < _FEW_PAIRS:
         yield (
             f"data.preference: {held_out_pairs} pairs are held out (data.eval_fraction): the accuracy of the"
             " reward model, which reward.min_accuracy limits, will be uncertain; give more pairs, or raise"
             " the fraction"
+        )
+
+
+def _too_few_held_out(config: PipelineConfig, count: int) -> Iterator[str]:
+    """Warn if too few prompts are held out for a champion, or to choose the policy with others than those
+    that judge it.
+    """
+    ppo, prompts, least = config.ppo, config.evaluate.prompts, config.register_.min_prompts
+    most = min(config.data.max_eval, count)
+    # `evaluate.prompts` and `data.max_eval` below the least are warnings before the run.
+    if count < least <= min(prompts, config.data.max_eval):
+        yield (
+            f"data.prompts: {count} prompts are held out (data.eval_fraction), fewer than"
+            f" register.min_prompts ({least}): no candidate can become champion; raise it, or lower"
+            " register.min_prompts"
+        )
+    if not config.evaluations_choose:
+        return
+    shared = min(prompts, most) + min(ppo.evaluate_prompts, most) - most
+    others = most - ppo.evaluate_prompts
+    if others < min(LEAST_PROMPTS, prompts):
+        yield (
+            f"ppo.evaluate_prompts: {most} prompts are held out (data.max_eval, data.eval_fraction), so"
+            f" {shared} or more of those that choose the policy also judge it, and results of evaluation"
+            f" and match are slightly too high; {prompts + ppo.evaluate_prompts} held-out prompts are enough"
+        )
+    elif others < least <= min(prompts, most):
+        yield (
+            f"ppo.evaluate_prompts: {ppo.evaluate_prompts} of {most} held-out prompts choose the policy, so"
+            f" {others} judge it, fewer than register.min_prompts ({least}): no candidate can become"
+            f" champion; hold out {least + ppo.evaluate_prompts} (data.max_eval, data.eval_fraction), or"
+            " lower register.min_prompts"
         )
 
 

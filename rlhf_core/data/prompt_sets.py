@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
+from rlhf_core.config.data import Limits
 from rlhf_core.config.evaluate import RegressionSet
-from rlhf_core.config.limits import Limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward
 from rlhf_core.data.dataset import require_answers

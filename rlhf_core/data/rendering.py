@@ -1,15 +1,22 @@
 """Renders a conversation with a tokenizer's chat template, which is untrusted code, in the sandbox of
-transformers.
+transformers with a limit of memory. `ends_within` tries a new template with a limit of time.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import resource
+import signal
+import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.redact import printable
-from rlhf_core.data.limits import memory_limit
 
 _TEMPLATE_BYTES = 2**29
 """Memory limit for rendering one conversation."""
@@ -39,7 +46,7 @@ def render(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the rendered text, and with `marks` the spans of its {% generation %} blocks.
 
-    `generate` adds the generation prompt. Raises TemplateError, or TimeoutError within `time_limit`.
+    `generate` adds the generation prompt. Raises TemplateError.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -54,8 +61,6 @@ def render(
                 strftime_now=DATE.strftime,
                 **tokenizer.special_tokens_map,
             )
-    except TimeoutError:
-        raise  # of `time_limit`
     except Exception as error:  # a template is a program and can raise any exception
         raise TemplateError(_reason(error)) from error
     limit = _OWN_CHARS + sum(2 * len(each["content"]) + _OWN_CHARS_OF_A_MESSAGE for each in messages)
@@ -64,18 +69,61 @@ def render(
     return texts[0], [tuple(span) for span in spans[0]] if marks else []
 
 
-def uses_power(template: str) -> bool:
-    """Return whether the template uses `**`. One such operation can take hours in C code, where time limits
-    have no effect.
-    """
-    import jinja2
+@contextmanager
+def memory_limit(spare: int) -> Iterator[None]:
+    """Raise MemoryError if this process grows by more than `spare` bytes in this context. Linux only.
 
+    Otherwise the kernel would kill the process.
+    """
+    statistics = Path("/proc/self/statm")
+    if not statistics.exists():
+        yield
+        return
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(statistics.read_text().split()[0]) * resource.getpagesize()
+    if limits[0] != resource.RLIM_INFINITY:
+        # A limit that the process already has is not raised.
+        spare = min(spare, limits[0] - used)
+    # It is the limit of the whole process: memory that other threads need in the meantime counts as well.
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare, limits[1]))
     try:
-        return any(
-            kind == "operator" and word == "**" for _, kind, word in jinja2.Environment().lex(template)
-        )
-    except jinja2.TemplateSyntaxError:
-        return False  # rendering the template reports the error
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def ends_within(seconds: float, function: Callable[[], object], *, wall: float = 60.0) -> bool:
+    """Return whether `function` ends within the given processor time (whole seconds), tested in a forked
+    process.
+
+    The fork is also killed after `wall` seconds of real time, because it may wait forever for a lock that
+    another thread held at the time of the fork. Results and exceptions of `function` do not reach this
+    process. A time limit in this process could not end a long operation inside C code. Returns True if the
+    process cannot be forked.
+    """
+    if not hasattr(os, "fork"):
+        return True
+    child = os.fork()
+    if child == 0:
+        try:
+            limit = math.ceil(seconds)
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            with suppress(Exception):
+                function()
+        finally:
+            # Not `sys.exit`: exit handlers and unwritten buffers are copies of those of the parent.
+            os._exit(0)
+    deadline = time.monotonic() + wall
+    ended, status = os.waitpid(child, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.005)
+        # The kernel ends the process at the limit of its processor time.
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
 
 
 def _reason(error: Exception) -> str:

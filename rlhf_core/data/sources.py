@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -22,8 +21,15 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, TypeVar, cast
 
-from rlhf_core.config.address import AddressKind, is_hub_model, is_reference, parse_address, s3_problem
-from rlhf_core.config.base_models import BASE_STAGES, base_of
+from rlhf_core.config.address import (
+    BASE_STAGES,
+    AddressKind,
+    base_of,
+    is_hub_model,
+    is_reference,
+    parse_address,
+    s3_problem,
+)
 from rlhf_core.config.data import SETS, Source
 from rlhf_core.config.pipeline import PipelineConfig, StoreConfig
 from rlhf_core.data.files import BadRow, Row, files_of_split, is_data_file, list_files, read_file
@@ -33,7 +39,7 @@ from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.s3 import S3_LIMITS, filesystem, run_bounded, s3_endpoint, with_retries
-from rlhf_core.system.files import open_regular, read_json, write_json
+from rlhf_core.system.files import open_regular
 
 _CHUNK = 2**20
 _CHANGED = (
@@ -130,9 +136,7 @@ def source_marks(config: PipelineConfig) -> dict[str, str]:
         if not is_reference(source.path):
             marks[name] = _mark(source, config.store)
     if config.model.path is not None and not is_reference(config.model.path):
-        hub = is_hub_model(config.model.path)
-        files = model_state(config).files
-        marks["model"] = model_digest(config.model.path, config.model.revision) if hub else str(files)
+        marks["model"] = model_mark(config.model.path, config.model.revision)
     return marks
 
 
@@ -243,76 +247,15 @@ def _contents(source: Source, store: StoreConfig) -> Contents:
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
 
-@dataclass(frozen=True)
-class ModelState:
-    """The files of a local base model on one host; no files for other models."""
-
-    host: str
-    files: tuple[tuple[str, int, int, int], ...]
-    """Name, inode, size and modification time of each."""
-
-    def write(self, folder: Path) -> None:
-        """Write it to a file of its host. The digest of the files was that of the run after it was taken."""
-        write_json(_state_file(folder, self.host), {"files": self.files})
-
-    @classmethod
-    def read(cls, folder: Path, host: str) -> ModelState | None:
-        """Return what was written for `host`; None if nothing was."""
-        found = read_json(_state_file(folder, host))
-        if found is None:
-            return None
-        return cls(host, tuple((name, inode, size, time) for name, inode, size, time in found["files"]))
-
-
-def _state_file(folder: Path, host: str) -> Path:
-    return folder / f"base-model-{host}.json"
-
-
-def model_state(config: PipelineConfig, stage: StageName = "sft") -> ModelState:
-    """Return the state of the files of the base model that a stage starts from.
-
-    Two equal states mean that no file was written or replaced between them. Unlike the digest this reads no
-    file.
+def model_mark(path: str, revision: str | None) -> str:
+    """Return id and commit of a hub model, or name, inode, size and modification time of each file of a
+    model's folder. No file is read.
     """
-    base = base_of(config, stage)
-    if base is None or base.is_hub:
-        return ModelState(socket.gethostname(), ())
-    return ModelState(socket.gethostname(), file_states(Path(base.path)))
-
-
-def file_states(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Return name, inode, size and modification time of each file of a model's folder."""
+    if is_hub_model(path):
+        return model_digest(path, revision)
+    folder = Path(path)
     states = ((file.relative_to(folder).as_posix(), file.stat()) for file in _model_files(folder))
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states)
-
-
-def require_same_state(
-    before: ModelState,
-    config: PipelineConfig,
-    digests: Mapping[str, str],
-    scratch: Path | None = None,
-    stage: StageName = "sft",
-) -> None:
-    """Raise DataError if a file of a base model was written since `before`, which `model_state` returned.
-
-    On a cluster, the state that was written to `scratch` when a host had fetched its files replaces `before`.
-    Another host without one has a copy with other times, and is compared by its digest.
-
-    Args:
-        before: The state of the same stage.
-        config: The whole configuration.
-        digests: Digests of the sources of the run.
-        scratch: Scratch folder of the attempt.
-        stage: The stage that starts from the model.
-    """
-    now, base = model_state(config, stage), base_of(config, stage)
-    if scratch is not None:
-        before = ModelState.read(scratch, now.host) or before
-    if now.host == before.host and now != before:
-        where = "" if base is None else f"{base.digest_name}: {base.path} "
-        raise DataError(f"{where}{_CHANGED.format('its digest was taken')}")
-    if now.host != before.host and base is not None and now.files:
-        require_unchanged({base.digest_name: model_digest(base.path, base.revision)}, digests, config)
+    return str(tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states))
 
 
 def model_digest(path: str, revision: str | None) -> str:

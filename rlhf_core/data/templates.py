@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_core.data.formats import Message
-from rlhf_core.data.limits import ends_within, time_limit
-from rlhf_core.data.rendering import DATE, TemplateError, chat_template, render, uses_power
+from rlhf_core.data.rendering import DATE, TemplateError, chat_template, ends_within, render
 from rlhf_core.errors import ModelError
 from rlhf_core.system.files import read_bounded
 
@@ -428,24 +427,18 @@ class Encoder:
                 self.name, DATE.strftime("%d %b %Y"),
             )  # fmt: skip
         ask, answer = Message("user", "Is it late?"), Message("assistant", "It is noon.")
-        try:
-            if uses_power(template):
-                raise EncodeError("it uses the operator **")
-            plain = [{"role": m.role, "content": m.content} for m in (ask, answer, ask, answer)]
-            # First in a fork, because `time_limit` cannot interrupt a single operation of C code.
-            if not ends_within(_TEMPLATE_SECONDS, lambda: self._try_template(plain)):
-                raise TimeoutError
-            with time_limit(_TEMPLATE_SECONDS):
-                text, _ = self._render(plain[:1], generate=True)
-                if ask.content not in text:
-                    raise EncodeError("it does not render the user's message")
-                self._learn_marks(text, plain)
-                _, response = self.response([ask], answer.content)
-                whole = self.conversation([ask, answer, ask, answer])
-        except TimeoutError as error:
+        plain = [{"role": m.role, "content": m.content} for m in (ask, answer, ask, answer)]
+        if not ends_within(_TEMPLATE_SECONDS, lambda: self._try_template(plain)):
             raise ModelError(
                 f"the chat template of {self.name} needs over {_TEMPLATE_SECONDS:g} s for two messages; {fix}"
-            ) from error
+            )
+        try:
+            text, _ = self._render(plain[:1], generate=True)
+            if ask.content not in text:
+                raise EncodeError("it does not render the user's message")
+            self._learn_marks(text, plain)
+            _, response = self.response([ask], answer.content)
+            whole = self.conversation([ask, answer, ask, answer])
         except EncodeError as error:
             raise ModelError(f"the chat template of {self.name} cannot be used: {error}; {fix}") from error
         if _letters(answer.content) not in _letters(self._decode(list(response))) or not any(whole.mask):

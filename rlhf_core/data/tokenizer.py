@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.address import JUDGE_PATH, BaseModelAddress, is_hub_model
 from rlhf_core.errors import ModelError
 from rlhf_core.system.files import write_json
 
@@ -104,14 +104,7 @@ def _add_bos(tokenizer: Any, path: str, revision: str | None) -> None:
 
 _PARTS = ("normalizer", "pre_tokenizer", "model", "decoder")
 """Parts of tokenizer.json that determine the tokens of a text, and the text of tokens."""
-_PROBES = (
-    "One day, a cat sat on 2 mats.",
-    "  12345 67.8\n\n x\ty ",
-    "I don't, we've, she'll",
-    "日本語の文 한국어 עברית ไทย Ελληνικά",
-    "naïve cafe\u0301 😀 👩‍👩‍👧",
-)
-"""Texts that the classes of transformers are known to tokenize in different ways."""
+_PROBE = "One day, a cat sat on 2 mats."
 
 
 def _as_in_file(tokenizer: Any, file: str, path: str, revision: str | None) -> Any:
@@ -120,7 +113,7 @@ def _as_in_file(tokenizer: Any, file: str, path: str, revision: str | None) -> A
     from transformers import PreTrainedTokenizerFast
 
     wanted = Tokenizer.from_file(file)
-    if " " not in wanted.decode(wanted.encode(_PROBES[0], add_special_tokens=False).ids):
+    if " " not in wanted.decode(wanted.encode(_PROBE, add_special_tokens=False).ids):
         raise ModelError(
             f"the tokenizer of {path} loses the blanks of texts: the pre_tokenizer or the decoder of its"
             " tokenizer.json does not belong to its vocabulary; take the file from where the model is from"
@@ -140,24 +133,12 @@ def _as_in_file(tokenizer: Any, file: str, path: str, revision: str | None) -> A
         default = getattr(tokenizer, kind)
         if getattr(own, kind) is None and default in own.get_vocab():
             setattr(own, kind, default)
-    if any(_tokens(tokenizer.backend_tokenizer, text) != _tokens(wanted, text) for text in _PROBES):
-        log.warning(
-            "the class %s, which transformers chooses for the tokenizer of %s, does not tokenize as its"
-            " tokenizer.json says; the file is used as it is",
-            type(tokenizer).__name__,
-            path,
-        )
     return own
 
 
 def _different_parts(loaded: Any, wanted: Any) -> list[str]:
     found, expected = json.loads(loaded.to_str()), json.loads(wanted.to_str())
     return [part for part in _PARTS if found[part] != expected[part]]
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -307,6 +288,24 @@ def tokenizer_digest(folder: Path) -> str:
         digest.update(content)
         digest.update(b"\x1f")
     return digest.hexdigest()
+
+
+def require_same_tokens(judge: BaseModelAddress, tokenizer: Path) -> None:
+    """Raise ModelError unless the base model of the judge has the tokens of another folder.
+
+    Pairs and responses are stored as tokens, which the judge scores as they are.
+
+    Args:
+        judge: Its base model.
+        tokenizer: Folder with a tokenizer: that of the data, or of the base model of the policy.
+    """
+    own = load_tokenizer(judge.path, judge.revision).get_vocab()
+    others = load_tokenizer(str(tokenizer)).get_vocab()
+    if any(own.get(token) != number for token, number in others.items()):
+        raise ModelError(
+            f"{JUDGE_PATH}: {judge.path} has other tokens than the policy; use a model of the same family, or"
+            " leave it out"
+        )
 
 
 # -- decoding --

@@ -12,7 +12,7 @@ import logging
 import math
 import pickle
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from rlhf_core.engines.distributed import Rank, bound_collectives
 from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
 from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter, trained_head_name
-from rlhf_core.models.quantized import dequantized, shape, value_dtype
 from rlhf_core.models.saving import WeightStream, as_in_checkpoint, unquantized
+from rlhf_core.models.weights import dequantized, shape, value_dtype
 from rlhf_core.planning.checkpoints import state_bytes, unsharded_bytes
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
@@ -300,14 +300,13 @@ class TrainingEngine:
             and all(self._in_files(group) is group for group in self._weight_layout(None))
         )
 
-    def shards(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the sharded weights in the order of `weights`: of those in `names` the elements that this
-        rank holds, (elements,), the others as a whole, for which this is a collective operation.
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the elements of the sharded weights that this rank holds, (elements,), in the order of
+        `weights`.
         """
         for group in self._gather_groups():
-            with self._gathered([parameter for name, parameter in group if name not in names]):
-                for name, parameter in group:
-                    yield name, self._shard(parameter) if name in names else parameter.detach()
+            for name, parameter in group:
+                yield name, self._shard(parameter)
 
     def _shard(self, parameter: Any) -> torch.Tensor:
         # The last shards are padded beyond the end of the tensor.
@@ -598,3 +597,37 @@ def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]
     ]
     # Adapters are matrices only, and DeepSpeed cannot flatten an empty group.
     return [group for group in groups if group["params"]]
+
+
+def offload_states(engine: Any) -> None:
+    """Move the states of a trained DeepSpeed engine to pinned host memory, until `reload_states`.
+
+    DeepSpeed moves them itself, with these limits: under ZeRO-0 nothing; under ZeRO-3 the float32 weights
+    only for its own FusedAdam, which is compiled on first use, so that they stay on the device here. The
+    weights in the precision of the model stay under every stage, because a sync and a gather need them there.
+
+        ZeRO       moved                                          stays
+        1, 2       float32 weights, two moments, gradients        weights
+        3          two moments, gradients                         shards of weights, float32 weights
+    """
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+    from deepspeed.runtime.zero.offload_states import offload_optimizer_states
+
+    include = [State.lp_grads, State.contiguous_grad_buffer]
+    if engine.zero_optimization_partition_weights():
+        offload_optimizer_states(engine.optimizer.optimizer, "cpu", pin_memory=True)
+    else:
+        include += [State.hp_params, State.optim_states]
+    engine.offload_states(include=include)
+
+
+def reload_states(engine: Any) -> None:
+    """Move the states back to the device."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.offload_states import reload_optimizer_states
+
+    engine.reload_states()
+    if engine.zero_optimization_partition_weights():
+        device = get_accelerator().current_device_name()
+        # Without `non_blocking`, so it returns when all copies have ended.
+        reload_optimizer_states(engine.optimizer.optimizer, device)

@@ -1,4 +1,4 @@
-"""One vLLM engine in this process: the only importer of vllm besides `weight_sync`.
+"""One vLLM engine in this process: the only importer of vllm besides `engines.sync`.
 
 The processes of an engine are on one host: `tensor_parallel=1` uses vLLM's executor `uni`, more use `mp`.
 docs/clusters.md says what vLLM lacks for an engine over several hosts, which `ppo.fleet.placement` refuses.
@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from rlhf_core.config.engine import EngineConfig, engine_rank
-from rlhf_core.engines.sampled_logprobs import take_logprobs
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, WeightSyncError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PromptExample, Rollout, VersionSpans
+from rlhf_core.types import PromptExample, Rollout
 
 CPU_TOKENS_PER_STEP = 4096
 """Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
@@ -27,7 +25,7 @@ _MAX_EAGER_VOCABULARY = 8192
 """Largest vocabulary for which the ranks of sampled tokens, which are not used, are counted without code that
 torch compiles. Counting is slower, but compiling takes seconds at each start of an engine.
 """
-_EXTENSION = "rlhf_core.weight_sync.receiver.SyncExtension"
+_EXTENSION = "rlhf_core.engines.sync.receiver.SyncExtension"
 
 
 class SamplingOptions(TypedDict):
@@ -74,7 +72,7 @@ class Engine:
             device: "cpu" or "cuda".
             max_model_len: Tokens of a prompt and its response, at most.
             seed: Seed of vLLM. Each request has its own seed.
-            weight_transfer: Backend of weight sync: gloo, nccl, ipc, nccl_m2n; "files" for `load_weights`.
+            weight_transfer: Backend of weight sync: gloo, nccl, ipc; "files" for `load_weights`.
             adapter_rank: If the updated weights are those of an adapter on `model`, its rank.
             head_dtype: Precision of the logits. With "float32" they are not rounded.
             sleep_level: On a GPU, whether the engine can `sleep`, and how.
@@ -126,8 +124,6 @@ class Engine:
                 **options,
             )
 
-        self._kept: dict[str, PromptExample] = {}  # of the requests of `begin` that are not finished
-        self._ended: dict[str, list[Rollout]] = {}  # responses to them that `advance` has not returned
         self._prefix_caching = engine.prefix_caching
         self._max_num_seqs = engine.max_num_seqs
         self.steps = 0
@@ -154,16 +150,6 @@ class Engine:
             adapter: The number with which `SyncExtension.load_adapter` loaded the adapter.
             options: See `SamplingOptions`.
         """
-        if self._kept:
-            # `LLM.generate` would return the responses to the kept requests too.
-            left = zip(prompts, seeds, strict=True)
-            groups = self.generate_from(
-                lambda most: list(islice(left, most)),
-                policy_version=policy_version,
-                adapter=adapter,
-                **options,
-            )
-            return [rollout for group in groups for rollout in group]
         outputs = self.llm.generate(
             [_tokens(prompt) for prompt in prompts],
             [self._parameters(seed, options) for seed in seeds],
@@ -212,7 +198,8 @@ class Engine:
             # With several processes, a step without requests would wait for ever.
             if len(sampled) == len(prompts):
                 continue
-            for output in self._step():
+            # `enqueue` asks for final outputs, so each one has all samples of its prompt.
+            for output in self.llm.llm_engine.step():
                 i = index[output.request_id]
                 sampled[i] = _rollouts(prompts[i], output, policy_version)
         return [sampled[i] for i in range(len(prompts))]
@@ -229,62 +216,6 @@ class Engine:
         )
         # vLLM adds a random part to the number of the request: 7-1c9e04f2.
         return [number.partition("-")[0] for number in numbers]
-
-    def _step(self) -> list[Any]:
-        """Make one step, and return what is finished and not kept.
-
-        `enqueue` asks for final outputs, so each one has all samples of its prompt.
-        """
-        outputs = []
-        for output in self.llm.llm_engine.step():
-            prompt = self._kept.pop(output.request_id, None)
-            if prompt is None:
-                outputs.append(output)
-            else:
-                self._ended[output.request_id] = _rollouts(prompt, output, None)
-        return outputs
-
-    # -- requests that are kept during weight updates --
-
-    @property
-    def kept(self) -> int:
-        """Number of the prompts of `begin` that are not finished."""
-        return len(self._kept)
-
-    def begin(
-        self, prompts: Sequence[tuple[PromptExample, int]], **options: Unpack[SamplingOptions]
-    ) -> list[str]:
-        """Begin to sample responses to each prompt with its seed, and return a name for each prompt.
-
-        The requests stay alive during weight updates.
-        """
-        names = self._enqueue(prompts, None, options)
-        self._kept.update(zip(names, (prompt for prompt, _ in prompts), strict=True))
-        return names
-
-    def advance(self) -> dict[str, list[Rollout]]:
-        """Sample one more token of each response, and return the responses to the prompts that are finished.
-
-        vLLM labels each token with the version of the weights (`finish_weight_update`).
-        """
-        # With several processes, a step without requests would wait for ever.
-        if self._kept:
-            self._step()
-        ended, self._ended = self._ended, {}
-        return ended
-
-    def pause(self) -> None:
-        """Stop sampling before a weight update. The requests of `begin` and their KV cache stay."""
-        self.llm.sleep(level=0, mode="keep")
-        # In this process, vLLM may have a step on the device that was not read. It would be labelled with the
-        # new version. With several processes, vLLM reads it before `sleep` returns.
-        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
-        while core is not None and core.batch_queue:
-            self._step()
-
-    def resume(self) -> None:
-        """Sample again after a weight update."""
-        self.llm.wake_up(tags=["scheduling"])
 
     def _parameters(self, seed: int, options: SamplingOptions) -> Any:
         from vllm import SamplingParams
@@ -335,7 +266,7 @@ class Engine:
         """Replace the weights by those of a model folder with the same configuration and tensors.
 
         No request may be alive. The engine must have been started with `weight_transfer="files"`. Returns the
-        checksum of each tensor that was loaded (`weight_sync.wire.tensor_checksum`).
+        checksum of each tensor that was loaded (`sync.wire.tensor_checksum`).
         """
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"folder": str(folder)}})
@@ -348,7 +279,7 @@ class Engine:
         received: list[dict[str, str]] = self.llm.collective_rpc("received_checksums")
         merged = dict(received[0])
         for other in received[1:]:
-            # Equal to no checksum, so that `weight_sync.wire.verify` names the tensor.
+            # Equal to no checksum, so that `sync.wire.verify` names the tensor.
             merged.update({name: "workers differ" for name in merged if other.get(name) != merged[name]})
         return merged
 
@@ -397,15 +328,10 @@ def _adapter(number: int | None) -> Any:
     return None if number is None else LoRARequest(f"policy-{number}", number, "not-synced")
 
 
-def _rollouts(prompt: PromptExample, output: Any, policy_version: int | None) -> list[Rollout]:
-    """Return the samples of a finished request in order. None: vLLM's labels are the policy versions."""
+def _rollouts(prompt: PromptExample, output: Any, policy_version: int) -> list[Rollout]:
+    """Return the samples of a finished request in order."""
     rollouts = []
     for sample in sorted(output.outputs, key=lambda sample: sample.index):
-        version = policy_version
-        spans: VersionSpans = ()
-        if version is None:
-            spans = tuple((span.start, int(span.version)) for span in sample.weight_versions)
-            version = spans[0][1]
         rollout = Rollout(
             prompt_id=prompt.prompt_id,
             sample_index=sample.index,
@@ -413,8 +339,7 @@ def _rollouts(prompt: PromptExample, output: Any, policy_version: int | None) ->
             response_ids=tuple(sample.token_ids),
             rollout_logprobs=tuple(sample.logprobs.logprobs),
             finished=sample.finish_reason == "stop",
-            policy_version=version,
-            spans=spans if len(spans) > 1 else (),
+            policy_version=policy_version,
         )
         rollouts.append(rollout)
     return rollouts
@@ -465,6 +390,51 @@ def _memory_error(error: Exception) -> RLHFError | None:
             " sequences"
         )
     return None
+
+
+def take_logprobs(llm_engine: Any) -> None:
+    """Let vLLM's engine, which runs in this process, return log-probabilities without its own code for them.
+
+        model runner --> tokens of a step, and one array of their log-probabilities
+                            |                             |
+                            v                             v
+                       scheduler --> outputs --> here: one list operation for each output --> `FlatLogprobs`
+
+    vLLM itself cuts the arrays of a step into three arrays for each request, and appends to six lists for
+    each token. It takes longer than the computation of the log-probabilities (docs/decisions/0045).
+
+    Afterwards `CompletionOutput.logprobs` of a request with `logprobs=0` and `flat_logprobs=True` has only
+    the list `logprobs`, with one number for each token. No request may ask for more log-probabilities, or
+    for those of its prompt, or have a stop string.
+    """
+    scheduler = llm_engine.engine_core.engine_core.scheduler
+    states = llm_engine.output_processor.request_states
+    update = scheduler.update_from_output
+
+    def update_from_output(scheduled: Any, sampled: Any) -> Any:
+        logprobs, sampled.logprobs = sampled.logprobs, None
+        outputs = update(scheduled, sampled)
+        if logprobs is not None and 0 in outputs:
+            _append(outputs[0].outputs, states, sampled.req_id_to_index, logprobs)
+        return outputs
+
+    scheduler.update_from_output = update_from_output
+
+
+def _append(outputs: Any, states: Any, rows: dict[str, int], logprobs: Any) -> None:
+    """Append the log-probabilities of the tokens that the scheduler has accepted.
+
+    It returns none for a request that has ended after the step was scheduled. A request that was preempted
+    meanwhile keeps its token.
+    """
+    of_sampled = logprobs.logprobs[:, 0].tolist()
+    for output in outputs:
+        # A request that was aborted has none.
+        state = states.get(output.request_id)
+        if state is not None and state.logprobs_processor.logprobs is not None:
+            row = rows[output.request_id]
+            new = of_sampled[row : row + len(output.new_token_ids)]
+            state.logprobs_processor.logprobs.logprobs.extend(new)
 
 
 def import_vllm(engine: EngineConfig, device: str, vocabulary: int | None) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_pairs
-from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.scoring import has_gold
 from rlhf_core.evaluation.statistics import preference
 from rlhf_core.evaluation.summary import Intervals
@@ -95,32 +94,16 @@ def compare_with_chosen(
         answers[model] = [by_prompt[pair.prompt_id] for pair in pairs]
     preferences = {model: list(values) for model, values in prefer(answers, chosen).items()}
     groups = interval.groups(chosen)
-    rates, controlled = {}, {}
+    rates: dict[str, Any] = {}
+    controlled = {}
     for model, own in answers.items():
-        lengths = [float(len(a.response_ids) - len(b.response_ids)) for a, b in zip(own, chosen, strict=True)]
         rates[model] = interval.win_rate(preferences[model], groups).to_json()
-        found = length_controlled(preferences[model], lengths, interval.confidence, groups)
-        controlled[model] = found.to_json()
-    for name, mean in interval.by_model("win_rate_over_chosen", preferences, groups).items():
+        controlled[model] = interval.length_controlled(preferences[model], own, chosen, groups).to_json()
+    for name, found in interval.by_model("win_rate_over_chosen", preferences, groups).items():
         # Only the differences. The rates of models are above, with Wilson's interval.
         if name not in responses:
-            rates[name] = mean
+            rates[name] = found
     return {"prompts": len(pairs), "win_rate": rates, "win_rate_length_controlled": controlled}
-
-
-def chosen_metrics(found: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the result of `compare_with_chosen` as metrics."""
-    names = {
-        "win_rate": "win_rate_over_chosen",
-        "win_rate_length_controlled": "win_rate_over_chosen_length_controlled",
-    }
-    metrics: dict[str, float] = {}
-    if found is None:
-        return metrics
-    for field, name in names.items():
-        for model, interval in found[field].items():
-            metrics |= {f"{name}/{model}/{part}": value for part, value in interval.items()}
-    return metrics
 
 
 def _prompt(pair: PairExample) -> PromptExample:

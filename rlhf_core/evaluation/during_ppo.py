@@ -78,9 +78,7 @@ class HeldOutEvaluation:
         self._fleet.turns.sample()
         batch = self._collector.sample(self._prompts, version, 0, version)
         self._fleet.turns.train()
-        columns, texts, usage = self._fleet.retry_after_restart(
-            lambda: self._measure(batch), "the evaluation"
-        )
+        columns, texts, usage = self._measure(batch)
         scores = columns.get("judge", columns["score"])
         if version == 0:
             self._sft_scores = scores

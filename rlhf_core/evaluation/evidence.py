@@ -71,6 +71,19 @@ def prompts_for_evidence(win_rate: float, level: float) -> int | None:
     return math.ceil((math.log(len(BETS)) - math.log(level)) / gain) if gain > 0 else None
 
 
+def prompts_for_level(rate: float, level: float) -> int | None:
+    """Return the number of prompts without a tie with which a win rate can be significant; None if it is not
+    above one half.
+
+    A win rate w increases the logarithm of the evidence by at most w ln 2w + (1 - w) ln 2(1 - w) for each
+    prompt. With so many prompts, the p-value of an exact sign test is at most the level (Chernoff).
+    """
+    if rate <= 0.5:
+        return None
+    gain = sum(share * math.log(2 * share) for share in (rate, 1 - rate) if share > 0)
+    return math.ceil(math.log(1 / level) / gain)
+
+
 def next_level(spent: Iterable[Spent], now: float, budget: float) -> float:
     """Return the level of a test at time `now`, in seconds.
 

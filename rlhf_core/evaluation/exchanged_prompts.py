@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rlhf_core.evaluation.scoring import score_gold
 from rlhf_core.evaluation.summary import ByModel, Intervals
@@ -52,7 +53,7 @@ def exchange_pairs(pairs: Sequence[PairExample]) -> list[PairExample] | None:
 
 def exchanged_gold(
     responses: Mapping[str, Sequence[RewardInput]], interval: Intervals
-) -> dict[str, dict[str, float]] | None:
+) -> dict[str, Any] | None:
     """Return the mean gold reward of each model with exchanged prompts and its interval. None if `exchange`
     returns None.
     """

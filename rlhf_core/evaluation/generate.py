@@ -9,13 +9,16 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import Rank
+from rlhf_core.engines.sync.wire import Acknowledgement, are_interchangeable, folder_checksums, verify
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
 from rlhf_core.models.architectures import engine_changes_classes
 from rlhf_core.rewards.compose import reward_inputs
@@ -23,8 +26,6 @@ from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import PromptExample, RewardInput, Rollout, StageContext
-from rlhf_core.weight_sync.files import are_interchangeable, folder_checksums
-from rlhf_core.weight_sync.wire import Acknowledgement, verify
 
 if TYPE_CHECKING:
     from rlhf_core.engines.vllm import Engine
@@ -188,9 +189,58 @@ def _sample(
     request: _Request, done: Callable[[int], None], context: StageContext | None
 ) -> list[list[list[Rollout]]]:
     """Return the responses of each model to each set."""
-    if needs_actors(request.config.evaluate.engines) or engine_changes_classes(request.models[0].model):
+    if needs_engine_actors(request.config, request.models[0].model):
         return _sample_on_actors(request, done, context)
     return _sample_here(request, done)
+
+
+def needs_engine_actors(config: PipelineConfig, folder: Path) -> bool:
+    """Return whether engines with the model in `folder` are actors."""
+    return needs_actors(config.evaluate.engines) or engine_changes_classes(folder)
+
+
+def on_engines(
+    target: Callable[..., Any], config: PipelineConfig, device: str, context: StageContext | None, *args: Any
+) -> list[Any]:
+    """Return what `target(rank, config, *args, context)` returns in the process of each engine of
+    `evaluate.engines`.
+
+    Args:
+        target: A function of a module.
+        config: Configuration of the run.
+        device: Device of the engines.
+        context: Context of the stage; None outside a stage.
+        args: Further arguments of `target`.
+    """
+    return map_ranks(
+        target,
+        config.evaluate.engines,
+        device,
+        config,
+        *args,
+        context=context,
+        label="engine",
+        gpus_per_rank=config.ppo.engine.tensor_parallel,
+        run=config.run,
+        monitor=None if context is None else context.monitor,
+    )
+
+
+@contextmanager
+def running_engine(config: PipelineConfig, folder: Path, device: str, **options: Any) -> Iterator[Engine]:
+    """Start an engine in this process, and shut it down at the end. `options` are those of `Engine`."""
+    from rlhf_core.engines.vllm import Engine
+
+    try:
+        heartbeat("start an engine", config.run.timeouts.start)
+        engine = Engine(folder, config.ppo.engine, device=device, **options)
+        try:
+            yield engine
+        finally:
+            heartbeat("end the engine")
+            engine.shutdown()
+    finally:
+        idle()
 
 
 def _sample_on_actors(
@@ -203,19 +253,12 @@ def _sample_on_actors(
         # The other engines are about as far as the first.
         report(min(done * config.evaluate.engines, request.count))
 
-    shares = map_ranks(
-        _sample_share,
-        config.evaluate.engines,
-        request.device,
-        config,
-        tuple(request.models),  # each node gets the folders in a tuple
-        request.sets,
-        request.sampling,
-        context=None if context is None else replace(context, progress=progress),
-        label="engine",
-        gpus_per_rank=config.ppo.engine.tensor_parallel,
-        config=config,
-        monitor=None if context is None else context.monitor,
+    if context is not None:
+        context = replace(context, progress=progress)
+    # Each node gets the folders in a tuple.
+    models = tuple(request.models)
+    shares = on_engines(
+        _sample_share, config, request.device, context, models, request.sets, request.sampling
     )
     results: list[list[list[Rollout]]] = []
     for model in range(len(request.models)):
@@ -260,35 +303,26 @@ def _sample_share(
 
 def _sample_here(request: _Request, done: Callable[[int], None]) -> list[list[list[Rollout]]]:
     """Sample with an engine in this process. It loads the weights of one model after the other."""
-    from rlhf_core.engines.vllm import Engine
-
     config = request.config
     first, *others = request.models
     seed = derive_seed(config.run.seed, request.sampling.purpose)
-    heartbeat("start an engine", config.run.timeouts.start)
-    try:
-        engine = Engine(
-            first.model,
-            config.ppo.engine,
-            device=request.device,
-            max_model_len=config.max_sequence_tokens,
-            seed=seed % 2**31,
-            weight_transfer="files" if others else None,
-            adapter_rank=None if first.adapter is None else adapter_rank(first.adapter),
-            head_dtype=config.model.head_dtype,
-        )
-        if first.adapter is not None:
-            engine.load_adapter(_ADAPTER_ID, first.adapter)
-    except BaseException:
-        idle()
-        raise
+    options = {
+        "max_model_len": config.max_sequence_tokens,
+        "seed": seed % 2**31,
+        "weight_transfer": "files" if others else None,
+        "adapter_rank": None if first.adapter is None else adapter_rank(first.adapter),
+        "head_dtype": config.model.head_dtype,
+    }
     before = 0
 
     def report(sampled: int) -> None:
         done(before + sampled)
 
-    adapter = None if first.adapter is None else _ADAPTER_ID
-    try:
+    with running_engine(config, first.model, request.device, **options) as engine:
+        adapter = None
+        if first.adapter is not None:
+            adapter = _ADAPTER_ID
+            engine.load_adapter(adapter, first.adapter)
         found = [_sample_with(engine, adapter, request, report)]
         for number, files in enumerate(others, start=1):
             before += sum(map(len, found[-1]))
@@ -296,10 +330,6 @@ def _sample_here(request: _Request, done: Callable[[int], None]) -> list[list[li
             loaded = Acknowledgement(0, number, engine.load_weights(files.model))
             verify(folder_checksums(files.model), number, [loaded])
             found.append(_sample_with(engine, adapter, request, report))
-    finally:
-        heartbeat("end the engine")
-        engine.shutdown()
-        idle()
     return found
 
 

@@ -38,8 +38,7 @@ from rlhf_core.evaluation.questions import (
 )
 from rlhf_core.evaluation.statistics import Comparison, Verdicts, group_of
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.rewards.chat_service import ask_service, readings
-from rlhf_core.rewards.replies import ModelReply, Replies
+from rlhf_core.rewards.chat_service import ModelReply, Replies, ask_service, readings
 from rlhf_core.system.home import Home
 from rlhf_core.types import RewardInput, StageContext
 
@@ -80,7 +79,7 @@ class LanguageModelJudge:
         Raises:
             DataError: There are no such pairs.
         """
-        pairs, groups = _held_out_pairs(self._context.inputs["data"], self._settings.pairs)
+        pairs, groups = _held_out_pairs(self._context.data, self._settings.pairs)
         found = self._judge(pairs, "pairs")
         interval = Intervals(self._config).win_rate(found.preferences, groups)
         self._agreement = {

@@ -9,19 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.formats import Message
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ModelError
+from rlhf_core.evaluation.generate import needs_engine_actors, on_engines, running_engine
 from rlhf_core.evaluation.questions import LETTERS
-from rlhf_core.models.architectures import engine_changes_classes
 from rlhf_core.models.folder import ModelFolder
-from rlhf_core.rewards.replies import ModelReply
+from rlhf_core.rewards.chat_service import ModelReply
 from rlhf_core.seeds import derive_seed
-from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.types import StageContext
 
 _NAME = "evaluate.language_model.path"
@@ -73,24 +71,11 @@ def ask_local(
             text = LETTERS[letters.index(token)]
             keep(question, ModelReply(text, len(tokens), 1, seconds / len(chosen)))
 
-    if not needs_actors(config.evaluate.engines) and not engine_changes_classes(folder):
+    if not needs_engine_actors(config, folder):
         _choose(config, folder, prompts, letters, device, keep_part)
         return
     began = time.monotonic()
-    shares = map_ranks(
-        _choose_share,
-        config.evaluate.engines,
-        device,
-        config,
-        folder,
-        prompts,
-        letters,
-        context=context,
-        label="engine",
-        gpus_per_rank=config.ppo.engine.tensor_parallel,
-        config=config,
-        monitor=context.monitor,
-    )
+    shares = on_engines(_choose_share, config, device, context, folder, prompts, letters)
     # Question i was in share i modulo the number of engines.
     chosen = [shares[i % len(shares)][i // len(shares)] for i in range(len(prompts))]
     keep_part(0, chosen, time.monotonic() - began)
@@ -169,27 +154,11 @@ def _choose(
     keep: Callable[[int, Sequence[int], float], None],
 ) -> None:
     """Call `keep(start, tokens, seconds)` for each batch of prompts, beginning at `start`."""
-    from rlhf_core.engines.vllm import Engine
-
-    heartbeat("start an engine", config.run.timeouts.start)
-    try:
-        engine = Engine(
-            folder,
-            config.ppo.engine,
-            device=device,
-            max_model_len=max(map(len, prompts)) + 1,
-            seed=derive_seed(config.run.seed, "evaluate") % 2**31,
-        )
-    except BaseException:
-        idle()
-        raise
-    try:
-        size = config.ppo.engine.max_num_seqs
+    context_tokens = max(map(len, prompts)) + 1
+    seed = derive_seed(config.run.seed, "evaluate") % 2**31
+    size = config.ppo.engine.max_num_seqs
+    with running_engine(config, folder, device, max_model_len=context_tokens, seed=seed) as engine:
         for start in range(0, len(prompts), size):
             began = time.monotonic()
             chosen = engine.choose(prompts[start : start + size], letters)
             keep(start, chosen, time.monotonic() - began)
-    finally:
-        heartbeat("end the engine")
-        engine.shutdown()
-        idle()

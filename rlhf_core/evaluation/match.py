@@ -22,7 +22,6 @@ from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, InputError, UnexpectedError, classified
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
-from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.policy_files import (
     CONFIGURED_BY,
     PolicyFiles,
@@ -121,7 +120,7 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
     """
     from rlhf_core.engines.distributed import resolve_device
 
-    prompts = prompts_of_evaluation(config, load_prompts(context.inputs["data"], "eval"))
+    prompts = prompts_of_evaluation(config, load_prompts(context.data, "eval"))
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
     opponent = _load_champion(config, context, champion, judge)
     tokenizer = tokenizer_digest(context.inputs[config.register_.policy] / "policy")
@@ -140,7 +139,7 @@ def _untrained_prompts(
 
     Raises MatchSkipped if too few are left for a test.
     """
-    data = context.inputs["data"]
+    data = context.data
     made = config.model_dump(mode="json", by_alias=True)
     try:
         before = data_of_ancestors(config, open_artifacts(config), made)
@@ -248,7 +247,7 @@ def _run_match(
     pairs = list(zip(by_set["candidate"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
     judged = _judge_pairs(config, context, pairs, champion.reward, judge, device, interval)
     compared = compare_on_sets(config, by_set, "champion", context.sources, interval)
-    regression = regression_differences(compared)
+    regression = regression_differences(compared, "candidate")
     prompt_ids = tuple(ours.prompt_id for ours, _ in judged.pairs)
     preferences = judged.comparison.preferences
     samples = []
@@ -257,12 +256,8 @@ def _run_match(
         [group] = interval.groups(pair[:1])
         if group != pair[0].prompt_id:
             samples[-1]["group"] = group
-    controlled = length_controlled(
-        preferences,
-        [len(ours.response_ids) - len(theirs.response_ids) for ours, theirs in judged.pairs],
-        config.evaluate.confidence,
-        judged.comparison.groups,
-    )
+    ours, theirs = zip(*judged.pairs, strict=True)
+    controlled = interval.length_controlled(preferences, ours, theirs, judged.comparison.groups)
     return MatchResult(
         judge,
         judged.judge_digest,
@@ -287,7 +282,7 @@ def _responses_of_both(
 
     Raises MatchSkipped if the champion cannot be served.
     """
-    decoder = load_decoder(context.inputs["data"])
+    decoder = load_decoder(context.data)
 
     def respond(name: str, files: PolicyFiles) -> dict[str, list[RewardInput]]:
         return generate.responses_to_sets(
@@ -335,7 +330,7 @@ def _judge_pairs(
 ) -> _JudgedPairs:
     """Compare the answers by the judge of the candidate's evaluation, and by the champion's reward model."""
     code = code_digests(config.ppo.rewards, context.sources)
-    scorer = scoring.ResponseScorer(config, load_decoder(context.inputs["data"]).pad, device, context)
+    scorer = scoring.ResponseScorer(config, load_decoder(context.data).pad, device, context)
 
     def score(measure: str, reward: Path | None) -> list[float]:
         # In one call, so that batch normalisation treats both models' responses alike.
@@ -357,7 +352,9 @@ def _judge_pairs(
         digest = model.digest
     else:
         comparison = _compare_scores(interval, _OWN, scored)
-        digest = _judge_digest(config, context, judge, code)
+        inputs = context.lineage.inputs if context.lineage else {}
+        known = scoring.judge_digests(config, gold_known=judge == "gold", reward_code=code, inputs=inputs)
+        digest = known.get(judge)
     by_champion_model = None
     if champion_reward is not None:
         by_champion_model = _compare_scores(interval, _OF_CHAMPION, scored)
@@ -413,15 +410,3 @@ def _sample(ours: RewardInput, theirs: RewardInput, preference: float, policy: P
         policy: ours.response,
         "winner": winners[preference],
     }
-
-
-def _judge_digest(
-    config: PipelineConfig, context: StageContext, judge: str, reward_code: Mapping[str, str]
-) -> str | None:
-    """Return the digest that the evaluation of the candidate has for the judge."""
-    stage = scoring.MODEL_STAGES.get(judge)
-    if stage is not None:
-        lineage = context.lineage
-        model = lineage.inputs.get(stage) if lineage else None
-        return model.digest if model else None
-    return scoring.judge_digests(config, gold_known=judge == "gold", reward_code=reward_code).get(judge)

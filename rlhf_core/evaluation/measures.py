@@ -1,23 +1,28 @@
-"""The models and measures of an evaluation. Reports, model cards and rounds show them in this order."""
+"""The models, policies and measures of an evaluation, and what their results are named.
+
+`evaluation.json` and `summary.json` have one table per policy, `policies`, and in each measure one
+`difference` per policy. Metrics, rows of samples and attributes of artifacts have no tables: `flat_name`
+names the number of a policy there. Reports, model cards and rounds show models and measures in the order of
+this module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.data import never_ends
+from rlhf_core.config.register import POLICIES, PolicyStage
+from rlhf_core.errors import CorruptArtifact
 
 MODELS = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
 """Titles of all models that there can be. An evaluation has those with responses."""
-DPO_WIN_RATES = {"win_rate_dpo": "win rate, DPO over SFT", "win_rate_ppo_over_dpo": "win rate, PPO over DPO"}
-"""Titles of the win rates of an evaluation with DPO."""
-WIN_RATES = {"win_rate": "win rate, PPO over SFT", **DPO_WIN_RATES}
-"""Titles of all win rates between models."""
 LENGTH_CONTROLLED = "_length_controlled"
 """Suffix of the name of a win rate with responses of equal length."""
 NOT_IDENTIFIED = "not identified: one model's responses are nearly always longer"
 """Remark about a length-controlled win rate that has `identified` 0."""
-WIN_RATE_NAMES = tuple(name + suffix for name in WIN_RATES for suffix in ("", LENGTH_CONTROLLED))
-"""Names in `evaluation.json` of all win rates, each followed by the length-controlled one."""
+OVER_SFT, PPO_OVER_DPO = "win_rate", "win_rate_ppo_over_dpo"
+"""Names of the win rates of a policy over the SFT model, and of PPO's policy over DPO's."""
 MEASURES = {
     "gold_reward": "Gold reward",
     "judge_model": "Second reward model",
@@ -26,6 +31,36 @@ MEASURES = {
 """Titles by the name in `evaluation.json`, the most trustworthy measure first. The measures of rules are in
 `rules`.
 """
+
+
+def main_policy(models: Iterable[str]) -> PolicyStage:
+    """Return the policy that an evaluation of these models is about: PPO's, or DPO's if there is no other."""
+    present = set(models)
+    return next(policy for policy in POLICIES if policy in present)
+
+
+def flat_name(name: str, policy: str) -> str:
+    """Return the name of a number of `policy` where there is no table: `win_rate` of PPO's policy,
+    `win_rate_dpo` of DPO's.
+    """
+    if policy == "ppo":
+        return name
+    rate, suffix, _ = name.partition(LENGTH_CONTROLLED)
+    return f"{rate}_{policy}{suffix}"
+
+
+def results_of(evaluation: Mapping[str, Any], policy: PolicyStage) -> Mapping[str, Any]:
+    """Return the table of a policy in `evaluation.json`.
+
+    Raises CorruptArtifact if there is none, as in evaluations of earlier releases.
+    """
+    found = evaluation.get("policies", {}).get(policy)
+    if found is None:
+        raise CorruptArtifact(
+            f"evaluation.json has no table policies.{policy}; the evaluate stage must be run again"
+        )
+    table: Mapping[str, Any] = found
+    return table
 
 
 def endless_models(eos_rates: Mapping[str, float]) -> list[str]:

@@ -8,27 +8,18 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import numpy.typing as npt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.calibration import Calibration
-
-# While it is imported, matplotlib reads `matplotlibrc` in the working folder. An invalid file is an error.
-_working_folder = os.open(".", os.O_PATH)
-os.chdir(Path(__file__).parent)
-try:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-finally:
-    os.fchdir(_working_folder)
-    os.close(_working_folder)
 
 SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
 _SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
@@ -179,41 +170,18 @@ def reward_distribution(
 
 
 def reward_against_kl(history: StepMetrics) -> Any:
-    """Plot score against KL with one point per step, coloured by step.
-
-    If the true reward is known by step, both are plotted against the square root of KL (Gao et al. 2022).
+    """Plot the score, and the true reward if it is known by step, against the square root of the KL (Gao et
+    al. 2022), with one point per step.
     """
     figure, (axes,) = _figure(9.4, 4.2)
-    if history.has(GOLD):
-        distance = np.sqrt(np.clip(history.column("objective/kl"), 0.0, None))
-        axes.plot(
-            distance,
-            history.column("objective/scores"),
-            "o",
-            color=PPO,
-            markersize=4,
-            label="score (maximised)",
-        )
-        axes.plot(
-            distance, history.column(GOLD), "o", color=KL, markersize=4, label="gold reward (true reward)"
-        )
-        axes.legend(loc="best", frameon=False)
-        _label(
-            axes,
-            "Score and true reward against KL",
-            "square root of KL to the SFT model",
-            "mean per response",
-        )
-        return figure
-    kl = history.column("objective/kl")
-    score = history.column("objective/scores")
-    step = history.column("step")
-    axes.plot(kl, score, color=GRID, linewidth=1.0, zorder=1)
-    points = axes.scatter(kl, score, c=step, cmap="viridis", s=22, zorder=2, linewidths=0)
-    bar = figure.colorbar(points, ax=axes, pad=0.02)
-    bar.set_label("PPO step", color=INK)
-    bar.outline.set_visible(False)
-    _label(axes, "Reward against KL", "KL to the SFT model (nats per response)", "mean score per response")
+    distance = np.sqrt(np.clip(history.column("objective/kl"), 0.0, None))
+    measures = (("objective/scores", PPO, "score (maximised)"), (GOLD, KL, "gold reward (true reward)"))
+    for name, color, label in measures:
+        if history.has(name):
+            values = history.column(name)
+            axes.plot(distance, values, "o-", color=color, markersize=4, linewidth=0.6, label=label)
+    axes.legend(loc="best", frameon=False)
+    _label(axes, "Reward against KL", "square root of KL to the SFT model", "mean per response")
     return figure
 
 

@@ -20,8 +20,7 @@ from rlhf_core.config.base import Section
 from rlhf_core.config.consistency import evaluates_adapter
 from rlhf_core.config.engine import EngineConfig, WeightSyncConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.register import POLICIES, PolicyStage
-from rlhf_core.config.sample import SampledStage
+from rlhf_core.config.register import POLICIES, PolicyStage, SampledStage
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.pipeline import StageName

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_core.rewards.replies import last_line
-from rlhf_core.rewards.rubric import read_rubric
+from rlhf_core.rewards.chat_service import last_line, read_rubric
 
 FIELD = "evaluate.language_model"
 RUBRIC, FOLDER = f"{FIELD}.rubric", f"{FIELD}.path"

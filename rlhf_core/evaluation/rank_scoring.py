@@ -40,7 +40,7 @@ def evaluation_session(config: PipelineConfig, device: str, context: StageContex
         yield
         return
     session = Monitor() if context.monitor is None else nullcontext(context.monitor)
-    with session as monitor, ray_session(largest, device, config, monitor, context.nodes):
+    with session as monitor, ray_session(largest, device, config.run, monitor, context.nodes):
         yield
 
 
@@ -67,7 +67,7 @@ def on_ranks(
         config,
         *args,
         context=context,
-        config=config,
+        run=config.run,
         monitor=None if context is None else context.monitor,
     )
 

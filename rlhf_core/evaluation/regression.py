@@ -22,7 +22,6 @@ from rlhf_core.config.keys import result_settings
 from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.prompt_sets import Sets, read_sets
 from rlhf_core.data.sources import regression_contents, require_unchanged
-from rlhf_core.evaluation.policy_results import own_name
 from rlhf_core.evaluation.prompts import TrainedPrompts
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.statistics import units
@@ -45,7 +44,7 @@ def prepare_sets(config: PipelineConfig, context: StageContext) -> Sets:
     contents = regression_contents(config)
     digests = {name: source.digest for name, source in contents.items()}
     require_unchanged(digests, context.sources, config)
-    data = context.inputs["data"]
+    data = context.data
     trained = TrainedPrompts.of([data])
     sets = read_sets(config, data, contents)
     for index, (name, prompts) in enumerate(sets.items()):
@@ -78,9 +77,9 @@ def compare_on_sets(
     code: Mapping[str, str],
     interval: Intervals,
 ) -> dict[str, dict[str, Any]]:
-    """Return the results of each set: the mean of each model and the `difference`, policy minus opponent, as
-    intervals, `margin`, the number of `prompts`, whether these are `too_few` for the margin, and a digest of
-    the `reward`. The difference of a model that is named `dpo` is `difference_dpo`.
+    """Return the results of each set: the mean of each model and in `difference` that of each policy minus
+    the opponent, as intervals, `margin`, the number of `prompts`, whether these are `too_few` for the margin,
+    and a digest of the `reward`.
 
     Args:
         config: Configuration of the run.
@@ -89,23 +88,18 @@ def compare_on_sets(
         code: Digests of the external inputs of the stage, for the code of Python rewards.
         interval: Computes the confidence intervals, and knows the groups of the prompts.
     """
-    # DPO's policy is the last one, because the order of responses can affect Python functions.
-    first, *others = sorted(responses.keys() - {opponent}, key=lambda model: model == "dpo")
     found: dict[str, dict[str, Any]] = {}
     for index, each in enumerate(config.evaluate.regression):
-        count = len(responses[first][each.name])
+        answers = responses[opponent][each.name]
+        count = len(answers)
         field, name = f"evaluate.regression.{index}.reward", source_name(each.reward)
         digests = {name: code[field]} if field in code else {}
         # In one call, because a Python function may compare the responses of its batch.
-        models = [first, opponent, *others]
-        samples = [answer for model in models for answer in responses[model][each.name]]
+        samples = [answer for of_model in responses.values() for answer in of_model[each.name]]
         scores = score_rules(config, (each.reward,), samples, digests).by_source[name]
-        values = {model: scores[n * count : (n + 1) * count] for n, model in enumerate(models)}
-        for policy in (first, *others):
-            name_of_difference = own_name("difference", "dpo" if policy == "dpo" else "ppo")
-            values[name_of_difference] = _difference(values[policy], values[opponent])
-        groups = interval.groups(responses[first][each.name])
-        prompts = len({answer.prompt_id for answer in responses[first][each.name]})
+        values = {model: scores[n * count : (n + 1) * count] for n, model in enumerate(responses)}
+        groups = interval.groups(answers)
+        prompts = len({answer.prompt_id for answer in answers})
         independent = len(set(groups))
         least = prompts_for_margin(each.margin, config.evaluate.confidence)
         is_small = set(scores) <= {0.0, 1.0} and independent < least
@@ -121,25 +115,10 @@ def compare_on_sets(
         seed = f"regression/{each.name}"
         settings = json.dumps(result_settings(each.reward), sort_keys=True) + digests.get(name, "")
         found[each.name] = {
-            **{model: interval.mean(seed, own, groups).to_json() for model, own in values.items()},
+            **interval.by_model(seed, values, groups, opponent),
             "margin": each.margin,
             "prompts": prompts,
             "too_few": is_small,
             "reward": hashlib.sha256(settings.encode()).hexdigest()[:16],
         }
     return found
-
-
-def regression_metrics(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the results of an evaluation as metrics."""
-    metrics: dict[str, float] = {}
-    for name, each in found.items():
-        for model in ("sft", "ppo", "difference", "dpo", "difference_dpo"):
-            if model not in each:
-                continue
-            metrics |= {f"regression/{name}/{model}/{part}": value for part, value in each[model].items()}
-    return metrics
-
-
-def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [x - y for x, y in zip(a, b, strict=True)]

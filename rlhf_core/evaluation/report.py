@@ -17,9 +17,15 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 
-from rlhf_core.config.register import POLICIES
-from rlhf_core.evaluation.measures import MEASURES, MODELS, NOT_IDENTIFIED, endless_models
-from rlhf_core.evaluation.policy_results import evaluation_of, main_policy, own_name, regression_of
+from rlhf_core.evaluation.measures import (
+    MEASURES,
+    MODELS,
+    NOT_IDENTIFIED,
+    endless_models,
+    flat_name,
+    main_policy,
+    results_of,
+)
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 
 _JUDGES = {
@@ -72,10 +78,12 @@ class Report:
 
 def render(report: Report) -> str:
     """Return the HTML document. The same report always gives the same bytes."""
-    models = [model for model in MODELS if model in report.evaluation["eos_rate"]]
+    evaluation = report.evaluation
+    models = [model for model in MODELS if model in evaluation["eos_rate"]]
     policy = main_policy(models)
-    evaluation = evaluation_of(report.evaluation, policy)
-    verdict, tone = _verdict(evaluation["win_rate"], MODELS[policy])
+    own = results_of(evaluation, policy)
+    verdict, tone = _verdict(own["win_rate"], MODELS[policy])
+    sets = evaluation.get("regression", {})
     page = environment().get_template("report.html.j2")
     document = page.render(
         name=report.name,
@@ -90,26 +98,28 @@ def render(report: Report) -> str:
         shared_prompts=report.shared_prompts,
         measures=MEASURES,
         not_identified=NOT_IDENTIFIED,
-        prompts=units(sum(evaluation["verdicts"].values()), evaluation["prompts"], "held-out prompts"),
+        prompts=units(sum(own["verdicts"].values()), evaluation["prompts"], "held-out prompts"),
         models=models,
         policy=policy,
+        own=own,
+        # The policy of DPO, if it is not the one that the page is about.
+        dpo=evaluation["policies"].get("dpo") if policy != "dpo" else None,
+        titles=MODELS,
         title=MODELS[policy],
-        has_both=all(name in models for name in POLICIES),
-        winner=own_name("winner", policy),
+        winner=flat_name("winner", policy),
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
         endless=endless_models(evaluation["eos_rate"]),
-        failed=_failed(evaluation, policy),
-        failed_dpo=_failed(evaluation, "dpo") if "dpo" in models else [],
+        failed={name: _failed(sets, name) for name in models if name != "sft"},
     )
     return document.strip() + "\n"
 
 
-def _failed(evaluation: Mapping[str, Any], policy: str) -> list[str]:
+def _failed(sets: Mapping[str, Any], policy: str) -> list[str]:
     """Return the names of the regression sets that failed."""
-    sets = regression_differences(regression_of(evaluation.get("regression", {}), policy))
-    return [name for name, found in sets.items() if failed_sets({name: found})]
+    differences = regression_differences(sets, policy)
+    return [name for name, found in differences.items() if failed_sets({name: found})]
 
 
 def _judge(evaluation: Mapping[str, Any]) -> str:
@@ -202,14 +212,14 @@ def _points(difference: Mapping[str, float]) -> str:
     return f"{mean} pp ({low} to {high})"
 
 
-def _changes(source: Mapping[str, Any]) -> str:
-    """Return the mean difference of every measure of one data source."""
+def _changes(source: Mapping[str, Any], policy: str) -> str:
+    """Return the mean difference of every measure of one data source, policy minus SFT model."""
     parts = []
     for key, label in MEASURES.items():
         if source.get(key):
-            parts.append(f"{label} {_signed(source[key]['difference'])}")
+            parts.append(f"{label} {_signed(source[key]['difference'][policy])}")
     for name, by_model in source["rules"].items():
-        parts.append(f"Rule {name} {_signed(by_model['difference'])}")
+        parts.append(f"Rule {name} {_signed(by_model['difference'][policy])}")
     return "; ".join(parts)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError
-from rlhf_core.evaluation.policy_results import own_name
+from rlhf_core.evaluation.measures import flat_name
 from rlhf_core.evaluation.statistics import win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, voters
 from rlhf_core.seeds import derive_seed
@@ -77,7 +77,7 @@ def load_blind_pairs(file: Path, opponent: Opponent, policy: PolicyStage = "ppo"
         raise CorruptArtifact(f"{file} cannot be read ({error}); run the evaluation again") from error
     named: str = policy
     if opponent == "sft":
-        winner = own_name("winner", policy)
+        winner = flat_name("winner", policy)
         if any(policy not in sample or winner not in sample for sample in samples):
             raise CorruptArtifact(
                 f"{file} has no samples of {policy.upper()}'s policy; run the evaluation again"

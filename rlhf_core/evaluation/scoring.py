@@ -29,7 +29,7 @@ from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.system.home import Home
-from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, StageContext
+from rlhf_core.types import ArtifactRef, PromptAndResponse, PromptExample, RewardInput, StageContext
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,16 +94,25 @@ def judge_name(config: PipelineConfig, measure: str) -> str:
 
 
 def judge_digests(
-    config: PipelineConfig, *, gold_known: bool, reward_code: Mapping[str, str]
+    config: PipelineConfig,
+    *,
+    gold_known: bool,
+    reward_code: Mapping[str, str],
+    inputs: Mapping[StageName, ArtifactRef],
 ) -> dict[str, str]:
-    """Return the digests of `gold` and `rules`, if this run has them. Only numbers with equal digests are
+    """Return the digests of all judges of scores that this run has. Only numbers with equal digests are
     comparable.
 
-    The digest of `rules` covers the settings that change a value and the code of Python rewards
-    (`reward_code`, see `RewardComposer`), but not the service behind a remote reward's address. The digest of
-    a reward model is that of its artifact.
+    Args:
+        config: Configuration of the run.
+        gold_known: Whether the true reward is known.
+        reward_code: Digests of the code of Python rewards, as in `RewardComposer`. The digest of `rules`
+            covers it and the settings that change a value, but not the service behind an address.
+        inputs: Artifacts of the run. The digest of a reward model is that of its artifact.
     """
-    digests = {"gold": f"synthetic-{VERSION}"} if gold_known else {}
+    digests = {name: inputs[stage].digest for name, stage in MODEL_STAGES.items() if stage in inputs}
+    if gold_known:
+        digests["gold"] = f"synthetic-{VERSION}"
     if sources := rule_sources(config):
         rules = [
             {

@@ -8,19 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.register import POLICIES
 from rlhf_core.errors import RewardError
-from rlhf_core.evaluation.length_control import length_controlled
-from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MEASURES, WIN_RATE_NAMES
-from rlhf_core.evaluation.policy_results import main_policy, own_name, with_own_names
+from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MEASURES, OVER_SFT, PPO_OVER_DPO, flat_name
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
     Interval,
+    LengthControlled,
     bootstrap_mean,
     compare,
     distinct_n,
     group_of,
+    length_controlled,
     win_rate,
 )
 from rlhf_core.seeds import derive_seed
@@ -83,7 +82,7 @@ def without_masked(
     return _select(responses, indices), measured.select(indices)
 
 
-def _select(by_model: Mapping[str, list[T]], indices: Sequence[int]) -> dict[str, list[T]]:
+def _select(by_model: Mapping[str, Sequence[T]], indices: Sequence[int]) -> dict[str, list[T]]:
     return {model: [values[i] for i in indices] for model, values in by_model.items()}
 
 
@@ -142,19 +141,36 @@ class Intervals:
     def win_rate(self, preferences: Sequence[float], groups: Sequence[str] | None = None) -> Interval:
         return win_rate(preferences, confidence=self.confidence, groups=groups)
 
+    def length_controlled(
+        self,
+        preferences: Sequence[float],
+        ours: Sequence[RewardInput],
+        theirs: Sequence[RewardInput],
+        groups: Sequence[str] | None,
+    ) -> LengthControlled:
+        longer_by = [
+            float(len(a.response_ids) - len(b.response_ids)) for a, b in zip(ours, theirs, strict=True)
+        ]
+        return length_controlled(preferences, longer_by, self.confidence, groups)
+
     def by_model(
-        self, name: str, values: ByModel, groups: Sequence[str] | None = None
-    ) -> dict[str, dict[str, float]]:
-        """Return the mean of each model, and of the differences by prompt: `difference`, PPO's policy minus
-        SFT model, `difference_dpo`, DPO's policy minus SFT model, and with both policies `ppo_minus_dpo`.
+        self, name: str, values: ByModel, groups: Sequence[str] | None = None, opponent: str = "sft"
+    ) -> dict[str, Any]:
+        """Return the mean of each model, in `difference` that of each policy minus the `opponent` by prompt,
+        and with both policies `ppo_minus_dpo`.
         """
-        columns = dict(values)
-        for policy in POLICIES:
-            if policy in values:
-                columns[own_name("difference", policy)] = _difference(values[policy], values["sft"])
+
+        def mean(column: Sequence[float]) -> dict[str, float]:
+            return self.mean(name, column, groups).to_json()
+
+        found: dict[str, Any] = {model: mean(column) for model, column in values.items()}
+        found["difference"] = {}
+        for policy in values:
+            if policy != opponent:
+                found["difference"][policy] = mean(_difference(values[policy], values[opponent]))
         if "ppo" in values and "dpo" in values:
-            columns["ppo_minus_dpo"] = _difference(values["ppo"], values["dpo"])
-        return {model: self.mean(name, column, groups).to_json() for model, column in columns.items()}
+            found["ppo_minus_dpo"] = mean(_difference(values["ppo"], values["dpo"]))
+        return found
 
 
 def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
@@ -166,21 +182,21 @@ class JudgeFacts:
     """The entry about the judge in `evaluation.json`."""
 
     measure: str
-    """Name of the measure that decided the comparison."""
+    """Name of the measure that decided the comparisons."""
     digests: Mapping[str, str]
     """Digest of each measure that can be a judge. Only numbers with equal digests are comparable."""
-    trained_on: bool
-    """Whether the policy (`main_policy`) was trained with the judge."""
+    trained_on: Mapping[str, bool]
+    """Whether each policy was trained with the judge."""
     language_model: Mapping[str, Any] | None
     """Numbers of the language model that judged; None for a comparison of scores."""
 
 
 @dataclass(frozen=True)
 class OptionalResults:
-    """Results besides the comparison of the policy with the SFT model on the held-out prompts."""
+    """Results besides the comparisons of the policies with the SFT model on the held-out prompts."""
 
-    dpo: Mapping[str, Any]
-    """See `dpo_json`; empty unless there are two policies."""
+    ppo_over_dpo: Comparison | None
+    """PPO's policy against DPO's; None unless there are both."""
     gold_exchanged: Mapping[str, Any] | None
     """See `exchanged_gold`."""
     over_chosen: Mapping[str, Any] | None
@@ -194,7 +210,7 @@ class OptionalResults:
 def evaluation_json(
     responses: Mapping[str, list[RewardInput]],
     measured: Measured,
-    comparison: Comparison,
+    comparisons: Mapping[str, Comparison],
     judge: JudgeFacts,
     interval: Intervals,
     others: OptionalResults,
@@ -204,32 +220,39 @@ def evaluation_json(
     Args:
         responses: (n,) responses of each model.
         measured: Their values.
-        comparison: Policy (`main_policy`) against SFT model.
-        judge: The judge of the comparison.
+        comparisons: Each policy against the SFT model.
+        judge: The judge of the comparisons.
         interval: Computes the confidence intervals.
         others: Further results.
     """
-    language_model, policy = judge.language_model, main_policy(responses)
-    evaluation = {
-        **_numbers(responses, measured, comparison.preferences, interval),
-        own_name("verdicts", policy): asdict(comparison.verdicts),
+    preferences = {policy: found.preferences for policy, found in comparisons.items()}
+    evaluation = _numbers(responses, measured, preferences, interval)
+    for policy, comparison in comparisons.items():
+        evaluation["policies"][policy] |= {
+            "verdicts": asdict(comparison.verdicts),
+            "judge_trained_on": judge.trained_on[policy],
+        }
+    if (over := others.ppo_over_dpo) is not None:
+        evaluation |= _win_rates(
+            PPO_OVER_DPO, over.preferences, responses["ppo"], responses["dpo"], over.groups, interval
+        )
+    evaluation |= {
         "judge": judge.measure,
-        # Share of verdicts that depend on the order of the two answers. A comparison of scores has none.
-        "inconsistent": 0.0 if language_model is None else language_model["inconsistent"],
-        "distinct": _distinct(responses),
-        "by_source": _by_source(responses, measured, comparison.preferences, interval),
-        "confidence": interval.confidence,
-        **others.dpo,
         "judge_digests": dict(judge.digests),
+        # Share of verdicts that depend on the order of the two answers. A comparison of scores has none.
+        "inconsistent": 0.0,
+        "distinct": _distinct(responses),
+        "by_source": _by_source(responses, measured, preferences, interval),
+        "confidence": interval.confidence,
+        "gold_reward_exchanged": others.gold_exchanged,
+        "over_chosen": others.over_chosen,
+        "unscored": others.unscored,
     }
-    if language_model is not None:
-        evaluation["language_model"] = language_model
-    evaluation[own_name("judge_trained_on", policy)] = judge.trained_on
-    evaluation["gold_reward_exchanged"] = others.gold_exchanged
-    evaluation["over_chosen"] = others.over_chosen
+    if judge.language_model is not None:
+        evaluation["inconsistent"] = judge.language_model["inconsistent"]
+        evaluation["language_model"] = judge.language_model
     if others.regression:
         evaluation["regression"] = others.regression
-    evaluation["unscored"] = others.unscored
     if interval.answers_per_prompt > 1:
         evaluation["answers_per_prompt"] = interval.answers_per_prompt
     return evaluation
@@ -238,11 +261,10 @@ def evaluation_json(
 def _numbers(
     responses: Mapping[str, list[RewardInput]],
     measured: Measured,
-    preferences: Sequence[float],
+    preferences: Mapping[str, Sequence[float]],
     interval: Intervals,
 ) -> dict[str, Any]:
-    """Return the measures of some prompts. `preferences` are those for the policy (`main_policy`)."""
-    policy = main_policy(responses)
+    """Return the measures of some prompts. `preferences` are those for each policy over the SFT model."""
     groups = interval.groups(responses["sft"])
     lengths: ByModel = {}
     ended: ByModel = {}
@@ -251,7 +273,6 @@ def _numbers(
         lengths[model] = [float(len(sample.response_ids)) for sample in samples]
         ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
-    kl = interval.mean("kl" if policy == "ppo" else "kl_dpo", measured.kl[policy], groups)
     measures = {
         name: interval.by_model(name, by_model, groups) for name, by_model in measured.measures.items()
     }
@@ -262,64 +283,40 @@ def _numbers(
         if indices:
             of_indices = [groups[i] for i in indices]
             rules[name] = interval.by_model(f"rule/{name}", _select(by_model, indices), of_indices)
-    numbers = {
-        "win_rate": interval.win_rate(preferences, groups).to_json(),
-        "win_rate_length_controlled": length_controlled(
-            preferences,
-            _difference(lengths[policy], lengths["sft"]),
-            interval.confidence,
-            groups,
-        ).to_json(),
+    more_often_ended = interval.by_model("eos_rate", ended, groups)["difference"]
+    policies = {}
+    for policy, of_policy in preferences.items():
+        policies[policy] = {
+            **_win_rates(OVER_SFT, of_policy, responses[policy], responses["sft"], groups, interval),
+            # The name is the seed of the bootstrap.
+            "kl": interval.mean(flat_name("kl", policy), measured.kl[policy], groups).to_json(),
+            "eos_rate_difference": more_often_ended[policy],
+        }
+    return {
+        "policies": policies,
         "gold_reward": measures.get("gold"),
         "reward_model": measures.get("reward_model"),
         **({"judge_model": measures["judge_model"]} if "judge_model" in measures else {}),
         "rules": rules,
-        "kl": kl.mean,
-        "kl_interval": kl.to_json(),
         "lengths": interval.by_model("length", lengths, groups),
         "eos_rate": eos_rate,
-        "eos_rate_difference": interval.by_model("eos_rate", ended, groups)[own_name("difference", policy)],
         "prompts": len({sample.prompt_id for sample in responses["sft"]}),
     }
-    return with_own_names(numbers, policy)
 
 
-def dpo_json(
-    responses: Mapping[str, list[RewardInput]],
-    measured: Measured,
-    dpo_over_sft: Comparison,
-    ppo_over_dpo: Comparison,
+def _win_rates(
+    name: str,
+    preferences: Sequence[float],
+    ours: Sequence[RewardInput],
+    theirs: Sequence[RewardInput],
+    groups: Sequence[str] | None,
     interval: Intervals,
-    *,
-    trained_on: bool,
 ) -> dict[str, Any]:
-    """Return what `evaluation.json` has in addition if there is a policy of DPO next to that of PPO.
-
-    Args:
-        responses: (n,) responses of each model.
-        measured: Their values.
-        dpo_over_sft: DPO's policy against SFT model.
-        ppo_over_dpo: PPO's policy against DPO's.
-        interval: Computes the confidence intervals.
-        trained_on: Whether DPO's policy was trained with the judge.
-    """
-    found: dict[str, Any] = {"verdicts_dpo": asdict(dpo_over_sft.verdicts)}
-    rates = (
-        ("win_rate_dpo", dpo_over_sft, "dpo", "sft"),
-        ("win_rate_ppo_over_dpo", ppo_over_dpo, "ppo", "dpo"),
-    )
-    for name, comparison, ours, theirs in rates:
-        pairs = zip(responses[ours], responses[theirs], strict=True)
-        longer_by = [float(len(a.response_ids) - len(b.response_ids)) for a, b in pairs]
-        controlled = length_controlled(
-            comparison.preferences, longer_by, interval.confidence, comparison.groups
-        )
-        found[name] = comparison.win_rate.to_json()
-        found[f"{name}{LENGTH_CONTROLLED}"] = controlled.to_json()
+    """Return a win rate, and the same with responses of equal length."""
+    controlled = interval.length_controlled(preferences, ours, theirs, groups)
     return {
-        **found,
-        "kl_dpo": interval.mean("kl_dpo", measured.kl["dpo"], dpo_over_sft.groups).to_json(),
-        "judge_trained_on_dpo": trained_on,
+        name: interval.win_rate(preferences, groups).to_json(),
+        f"{name}{LENGTH_CONTROLLED}": controlled.to_json(),
     }
 
 
@@ -332,7 +329,7 @@ def _without_nan(by_model: ByModel) -> list[int]:
 def _by_source(
     responses: Mapping[str, list[RewardInput]],
     measured: Measured,
-    preferences: Sequence[float],
+    preferences: Mapping[str, Sequence[float]],
     interval: Intervals,
 ) -> dict[str, dict[str, Any]]:
     """Return `_numbers` for the prompts of each data source. Empty if there is only one source."""
@@ -345,7 +342,7 @@ def _by_source(
         by_source[name] = _numbers(
             _select(responses, indices),
             measured.select(indices),
-            [preferences[i] for i in indices],
+            _select(preferences, indices),
             interval,
         )
     return by_source
@@ -366,6 +363,13 @@ def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
     flat = _flat(evaluation) | {name: evaluation[name] for name in ("inconsistent", "unscored")}
     for model, shares in evaluation["distinct"].items():
         flat |= {f"distinct_{n}/{model}": value for n, value in shares.items()}
+    for name in (PPO_OVER_DPO, f"{PPO_OVER_DPO}{LENGTH_CONTROLLED}"):
+        flat |= {f"{name}/{part}": value for part, value in evaluation.get(name, {}).items()}
+    if (chosen := evaluation["over_chosen"]) is not None:
+        for suffix in ("", LENGTH_CONTROLLED):
+            flat |= interval_metrics(f"win_rate_over_chosen{suffix}", chosen[f"win_rate{suffix}"])
+    for name, found in evaluation.get("regression", {}).items():
+        flat |= interval_metrics(f"regression/{name}", found)
     for source, numbers in evaluation["by_source"].items():
         of_source = _flat(numbers) | {"prompts": float(numbers["prompts"])}
         flat |= {f"by_source/{source}/{name}": value for name, value in of_source.items()}
@@ -373,51 +377,65 @@ def flat_metrics(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    flat: dict[str, float] = {"kl": evaluation["kl"]} if "kl" in evaluation else {}
-    names = (*MEASURES, "gold_reward_exchanged")
-    measures = {name: evaluation[name] for name in names if evaluation.get(name)}
-    measures |= {f"rules/{name}": rule for name, rule in evaluation["rules"].items()}
-    for name, by_model in measures.items():
-        for model, interval in by_model.items():
-            flat |= {f"{name}/{model}/{part}": value for part, value in interval.items()}
-    for name in WIN_RATE_NAMES:
-        flat |= {f"{name}/{part}": value for part, value in evaluation.get(name, {}).items()}
-    if "kl_dpo" in evaluation:
-        flat["kl_dpo"] = evaluation["kl_dpo"]["mean"]
+    flat: dict[str, float] = {}
+    for policy, table in evaluation["policies"].items():
+        flat |= policy_metrics(table, policy)
+    for name in (*MEASURES, "gold_reward_exchanged"):
+        flat |= interval_metrics(name, evaluation.get(name) or {})
+    for name, by_model in evaluation["rules"].items():
+        flat |= interval_metrics(f"rules/{name}", by_model)
     for model, rate in evaluation["eos_rate"].items():
         flat[f"eos_rate/{model}"] = rate
         flat[f"length/{model}"] = evaluation["lengths"][model]["mean"]
     return flat
 
 
+def policy_metrics(table: Mapping[str, Any], policy: str) -> dict[str, float]:
+    """Return the win rates and the KL in the table of a policy as metrics, with the names of `policy`."""
+    flat = {flat_name("kl", policy): table["kl"]["mean"]} if "kl" in table else {}
+    for name in (OVER_SFT, f"{OVER_SFT}{LENGTH_CONTROLLED}"):
+        for part, value in table.get(name, {}).items():
+            flat[f"{flat_name(name, policy)}/{part}"] = value
+    return flat
+
+
+def interval_metrics(name: str, by_model: Mapping[str, Any]) -> dict[str, float]:
+    """Return the intervals of a measure as metrics: `{name}/{model}/mean` and so on, and
+    `{name}/difference/mean` of PPO's policy minus the SFT model. Values that are no intervals are left out.
+    """
+    intervals = {model: found for model, found in by_model.items() if isinstance(found, Mapping)}
+    for policy, found in intervals.pop("difference", {}).items():
+        intervals[flat_name("difference", policy)] = found
+    flat: dict[str, float] = {}
+    for model, found in intervals.items():
+        flat |= {f"{name}/{model}/{part}": value for part, value in found.items()}
+    return flat
+
+
 def sample_rows(
-    answers: Mapping[str, Sequence[Answer]], comparison: Comparison, count: int, dpo: Comparison | None = None
+    answers: Mapping[str, Sequence[Answer]], comparisons: Mapping[str, Comparison], count: int
 ) -> list[dict[str, Any]]:
     """Return the models' answers to the first `count` prompts. They are not selected, so that they are
     representative. `winner` is PPO's policy or the SFT model, and `winner_dpo` DPO's policy or the SFT model.
 
     Args:
         answers: (n,) answers of each model.
-        comparison: Policy (`main_policy`) against SFT model.
+        comparisons: Each policy against the SFT model.
         count: Number of rows.
-        dpo: DPO's policy against SFT model, if `comparison` is about PPO's policy and there are both.
     """
-    policy = main_policy(answers)
-    winners = {1.0: policy, 0.5: "tie", 0.0: "sft"}
     rows = []
-    for i, preference in enumerate(comparison.preferences[:count]):
-        sample = answers["sft"][i].sample
-        rows.append(
-            {
-                "prompt_id": sample.prompt_id,
-                "prompt": sample.prompt,
-                **{model: found[i].sample.response for model, found in answers.items()},
-                "scores": {model: dict(found[i].scores) for model, found in answers.items()},
-                own_name("winner", policy): winners[preference],
-            }
-        )
-        if comparison.groups is not None and comparison.groups[i] != sample.prompt_id:
-            rows[-1]["group"] = comparison.groups[i]
-        if dpo is not None:
-            rows[-1]["winner_dpo"] = (winners | {1.0: "dpo"})[dpo.preferences[i]]
+    for i, first in enumerate(answers["sft"][:count]):
+        row = {
+            "prompt_id": first.sample.prompt_id,
+            "prompt": first.sample.prompt,
+            **{model: found[i].sample.response for model, found in answers.items()},
+            "scores": {model: dict(found[i].scores) for model, found in answers.items()},
+        }
+        # Another order of the fields would give the pages of votes another digest (`review.blind_pairs`).
+        for policy, comparison in comparisons.items():
+            winners = {1.0: policy, 0.5: "tie", 0.0: "sft"}
+            row[flat_name("winner", policy)] = winners[comparison.preferences[i]]
+            if comparison.groups is not None and comparison.groups[i] != first.sample.prompt_id:
+                row["group"] = comparison.groups[i]
+        rows.append(row)
     return rows

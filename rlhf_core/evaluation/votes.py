@@ -94,31 +94,24 @@ def parse_votes(text: str, name: str) -> VoteFile:
 def voters(files: Iterable[VoteFile]) -> dict[str, str]:
     """Return a key of the person who saved each file, by the digest of the file.
 
-    Files with the same session are of one person, because a session is one list of votes. So are files with
-    the same name, without regard to case and spaces at its ends, and files that are connected through others.
+    Files with the same name are of one person, without regard to case and spaces at its ends. A session is
+    one list of votes, so all its files are of the person whose name was given last in it.
     """
-    # Each person as all sessions and names that belong together, and the key of the person.
-    people: dict[frozenset[str], str] = {}
-    files = list(files)
+    files = sorted(files, key=lambda file: (file.saved, file.digest))
+    names = {file.session: _name(file) for file in files if file.session and _name(file)}
+    keys = {}
     for file in files:
-        joined = _marks(file)
-        keys = [f"file {file.digest}"]
-        for marks in [marks for marks in people if marks & joined]:
-            joined |= marks
-            keys.append(people.pop(marks))
-        people[joined] = min(keys)
-    return {file.digest: next(people[each] for each in people if each & _marks(file)) for file in files}
+        if name := names.get(file.session or "") or _name(file):
+            keys[file.digest] = f"name {name}"
+        elif file.session:
+            keys[file.digest] = f"session {file.session}"
+        else:
+            keys[file.digest] = f"file {file.digest}"
+    return keys
 
 
-def _marks(file: VoteFile) -> frozenset[str]:
-    """Return what identifies the person of a file: session and name; the digest if it has neither."""
-    name = (file.person or "").strip().casefold()
-    marks = set()
-    if file.session:
-        marks.add(f"session {file.session}")
-    if name:
-        marks.add(f"name {name}")
-    return frozenset(marks or {f"file {file.digest}"})
+def _name(file: VoteFile) -> str:
+    return (file.person or "").strip().casefold()
 
 
 def newest_files(files: Iterable[VoteFile]) -> list[VoteFile]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from rlhf_core.config.resources import Executor, StageResources
+from rlhf_core.config.pipeline import Executor, StageResources
 from rlhf_core.errors import ConfigError, OutOfMemory, RLHFError, StageFailed, StageTimedOut
 from rlhf_core.pipeline import StageName
 

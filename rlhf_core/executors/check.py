@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import given_tracking_uri
+from rlhf_core.config.pipeline import Executor
 from rlhf_core.config.redact import shown
-from rlhf_core.config.resources import Executor
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.executors.base import TEMPLATES
 from rlhf_core.pipeline import STAGES

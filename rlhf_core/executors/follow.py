@@ -3,8 +3,8 @@
 find       a job of this stage key that was submitted before and has not ended is followed: a flow that
            was killed and is started again continues to wait for its job
 submit     `jobs/{key}/{number}/spec.json` is created once. The flow that created it submits the job, the
-           others wait for as long as `Waits.submit`, measured by their own clocks; if it was killed before
-           that, one of them submits the job
+           others wait for as long as `Waits.submit`, measured by their own clocks, and then submit it under
+           the same name. If a scheduler accepts the name twice, the lease of the stage lets one job work
 follow     events and log come from the store, the state from the scheduler. A result, or a manifest in
            the store, is a success; a job that ended without one is an error of rlhf_core.errors
 release    a job that has sent its outcome is cancelled if its scheduler keeps the resources of ended jobs.
@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.pipeline import Executor
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.config.resources import Executor
 from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
 from rlhf_core.executors.base import Job, JobStatus, Scheduler
 from rlhf_core.executors.child import TERM_SECONDS, OnEvent, log_excerpt
-from rlhf_core.executors.job_files import JobFiles, delete_jobs
+from rlhf_core.executors.job_files import Event, JobFiles, delete_jobs
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
@@ -36,8 +35,6 @@ from rlhf_core.storage.s3 import ADDRESS_VARIABLES, s3_endpoint
 from rlhf_core.storage.store import open_store
 from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import ArtifactRef
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +148,9 @@ class _Follower:
         """When the scheduler answered last."""
         self._next_number = 1
         """The number of a job that this flow submits. Another flow may create it first."""
-        self._next_event = 1
-        self._progress: list[dict[str, Any]] = []
+        self._read = 0
+        """Number of the events that were read."""
+        self._progress: list[Event] = []
         """The progress that was read last."""
         self._outcome: ArtifactRef | RLHFError | None = None
         self._reason = ""
@@ -181,7 +179,10 @@ class _Follower:
             raise status.error(self._what(name), self._ends())
         self._release(name)
         if isinstance(outcome, ArtifactRef):
-            self._delete(lambda: delete_jobs(self._store, self._spec))
+            try:
+                delete_jobs(self._store, self._spec)
+            except RLHFError as error:  # nothing depends on it
+                log.warning("stage %s: objects of old jobs remain: %s", self._spec.stage, error.message)
             return outcome
         raise outcome
 
@@ -197,28 +198,29 @@ class _Follower:
         self._next_number = files.number + 1
         if submission.executor != self._executor:
             return None
-        written = files.count_events()
+        events, _ = files.read_events()
         # A scheduler can report a job as active for a while after it has sent its outcome, its last event.
         name = submission.job_name
-        if files.has_outcome(written):
+        if events and events[-1]["event"] in ("result", "error"):
             self._release(name)  # a scheduler that has preempted it would start it again
             return None
-        status = self._until_answered(name, lambda: self._scheduler.status(name))
+        while (status := self._poll(name)) is None:
+            self._check_deadline(name)
+            self._clock.sleep(self._waits.poll)
         if status.is_active:
             message = f"{self._what(name)} is {status.state} already; following it"
             self._on_event({"event": "warning", "message": message})
             return files
         # A job that has written events was submitted, and its scheduler has forgotten it.
-        if status.state == "missing" and not written and self._await_submission(files):
+        if status.state == "missing" and not events and self._await_submission(files):
             return files
         return None
 
     def _await_submission(self, files: JobFiles) -> bool:
         """Wait for the flow that created these files to submit the job. Submit it if that does not happen.
 
-        Not all schedulers refuse a second job of the same name. Return False if another flow was to submit
-        it instead and has not done so either, if the job was cancelled or deleted, or if the files are of
-        other settings than those of this flow.
+        Not all schedulers refuse a second job of the same name. Return False if the job was cancelled or
+        deleted, or if the files are of other settings than those of this flow.
         """
         submission = files.read_submission()
         if submission is None or files.is_asked_to_stop():
@@ -227,10 +229,9 @@ class _Follower:
         log.info("%s: waiting for the flow that began to submit it", self._what(name))
         if self._appears(name):
             return True
-        if not files.exists or files.is_asked_to_stop() or submission.spec.config != self._spec.config:
+        still = files.read_submission()
+        if still is None or files.is_asked_to_stop() or still.spec.config != self._spec.config:
             return False
-        if not files.take_over():
-            return self._appears(name)
         self._start(files)
         return True
 
@@ -257,7 +258,6 @@ class _Follower:
             left = max(0.0, self._deadline - self._clock.monotonic())
             if files.create(self._spec, self._executor, left, shared_environment()):
                 self._start(files)
-                self._delete(files.delete_before_previous)
                 return files
             if self._await_submission(files):
                 return files
@@ -317,31 +317,12 @@ class _Follower:
         try:
             status = self._scheduler.status(name)
         except InfrastructureError as error:
-            self._no_answer(name, error)
+            if self._clock.monotonic() - self._answered > self._waits.unreachable:
+                raise
+            log.info("%s: %s", self._what(name), error.message)
             return None
         self._answered = self._clock.monotonic()
         return status
-
-    def _until_answered(self, name: str, request: Callable[[], T]) -> T:
-        """Return the answer to a request, which is repeated while the scheduler does not answer.
-
-        Raises InfrastructureError if it has not answered for a long time.
-        """
-        while True:
-            try:
-                answer = request()
-            except InfrastructureError as error:
-                self._no_answer(name, error)
-            else:
-                self._answered = self._clock.monotonic()
-                return answer
-            self._check_deadline(name)
-            self._clock.sleep(self._waits.poll)
-
-    def _no_answer(self, name: str, error: InfrastructureError) -> None:
-        if self._clock.monotonic() - self._answered > self._waits.unreachable:
-            raise error
-        log.info("%s: %s", self._what(name), error.message)
 
     def _check_deadline(self, name: str) -> None:
         if self._clock.monotonic() > self._deadline:
@@ -349,19 +330,17 @@ class _Follower:
             raise StageTimedOut(f"{self._what(name)} is stopped: {limit} is over{self._ends()}")
 
     def _read_events(self, files: JobFiles) -> None:
-        while (events := files.read_events(self._next_event)) is not None:
-            self._next_event += 1
-            for event in events:
-                if event["event"] == "result":
-                    self._outcome = ArtifactRef(**event["artifact"])
-                elif event["event"] == "error":
-                    self._outcome = from_record({"type": event["type"], "message": event["message"]})
-                else:
-                    # After an outcome, it is of a job that its scheduler has started again.
-                    self._outcome = None
-                    self._on_event(event)
-        # After the events: the job writes its progress before its outcome.
-        progress = files.read_progress()
+        events, progress = files.read_events()
+        for event in events[self._read :]:
+            if event["event"] == "result":
+                self._outcome = ArtifactRef(**event["artifact"])
+            elif event["event"] == "error":
+                self._outcome = from_record({"type": event["type"], "message": event["message"]})
+            else:
+                # After an outcome, it is of a job that its scheduler has started again.
+                self._outcome = None
+                self._on_event(event)
+        self._read = max(self._read, len(events))
         for event in progress:
             if event not in self._progress:
                 self._on_event(event)
@@ -403,13 +382,6 @@ class _Follower:
                 self._scheduler.cancel(name)
             except RLHFError as error:
                 log.warning("%s may still run, cancel it by hand: %s", self._what(name), error.message)
-
-    def _delete(self, delete: Callable[[], None]) -> None:
-        """Call `delete`; nothing depends on it."""
-        try:
-            delete()
-        except RLHFError as error:
-            log.warning("stage %s: objects of old jobs remain: %s", self._spec.stage, error.message)
 
     def _release(self, name: str) -> None:
         """Cancel a job whose outcome is known, if it holds resources or waits to be resumed."""

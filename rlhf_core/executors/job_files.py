@@ -2,15 +2,13 @@
 
     {store}/jobs/{stage key}/{number}/
         spec.json         the job's input, created once by the flow that submits it
-        events/{n}.jsonl  its events (rlhf_core/executors/events.py), without progress: 1, 2, ...
-        progress.jsonl    the latest progress of each task, replaced about once per second
+        events.jsonl      its events (rlhf_core/executors/events.py), and the latest progress of each task at
+                          the end; replaced about once per second
         log.txt           the end of the stage's log
         stop              a flow asks the job to stop
-        taken_over        the flow that created spec.json has not submitted the job, and another one has
 
 They carry the words of a run and not its results: what a stage has made is decided by the manifest of its
-artifact. The flow deletes all jobs of a stage key when the artifact exists. Until then the last job that
-failed is kept for people, also while the next one runs; earlier ones are deleted when another is submitted.
+artifact. The flow deletes all jobs of a stage key when the artifact exists; until then they are kept.
 `spec.json` is deleted first: without its events, a job would look as if it had not been submitted yet.
 """
 
@@ -24,12 +22,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_core.config.resources import Executor
+from rlhf_core.config.pipeline import Executor
 from rlhf_core.errors import ConfigError
 from rlhf_core.executors.events import parse
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
+
+Event = dict[str, Any]
 
 LOG_BYTES = 2**20
 """Size of the part of a log that is kept in the store."""
@@ -69,16 +69,6 @@ class JobFiles:
         numbers = _numbers(store, stage_key)
         return cls(store, stage_key, numbers[-1]) if numbers else None
 
-    def delete_before_previous(self) -> None:
-        """Delete the jobs before the one that precedes this job, except those without an outcome, which may
-        still run.
-        """
-        for number in _numbers(self._store, self._stage_key):
-            job = JobFiles(self._store, self._stage_key, number)
-            if number < self.number - 1 and (job.has_outcome(job.count_events()) or not job.exists):
-                self._store.delete([f"{job.folder}/spec.json"])
-                self._store.delete_prefix(job.folder)
-
     def create(
         self, spec: StageSpec, executor: Executor, seconds: float, environment: Mapping[str, str]
     ) -> bool:
@@ -100,17 +90,6 @@ class JobFiles:
             "time": time.time(),
         }
         return self._store.put_if_absent(f"{self.folder}/spec.json", json.dumps(content).encode())
-
-    def take_over(self) -> bool:
-        """Take the place of the flow that created `spec.json` and did not submit the job. Return False if
-        another one has done so.
-        """
-        return self._store.put_if_absent(f"{self.folder}/taken_over", b"taken over\n")
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is a `spec.json`."""
-        return self._store.read_bytes(f"{self.folder}/spec.json") is not None
 
     @property
     def has_remains(self) -> bool:
@@ -139,21 +118,13 @@ class JobFiles:
 
     # -- written by the job --
 
-    def count_events(self) -> int:
-        """Return the number of the last object of events; 0 if there is none.
+    def write_events(self, events: Iterable[Event], progress: Iterable[Event] = ()) -> None:
+        """Replace the events, and the latest progress of each task.
 
-        A scheduler that suspends a job and resumes it starts its command again.
+        All events are written each time, because they are few: progress is not among them.
         """
-        names = [key.rsplit("/", 1)[-1] for key in self._store.list(f"{self.folder}/events")]
-        return max((int(name.partition(".")[0]) for name in names), default=0)
-
-    def write_events(self, number: int, events: Iterable[Mapping[str, Any]]) -> None:
-        """Create the object of events `number`: 1, 2, ..."""
-        self._store.put_bytes(f"{self.folder}/events/{number:06d}.jsonl", _lines(events))
-
-    def write_progress(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the latest progress of all tasks."""
-        self._store.put_bytes(f"{self.folder}/progress.jsonl", _lines(events))
+        lines = [json.dumps(event, default=str) + "\n" for event in (*events, *progress)]
+        self._store.put_bytes(f"{self.folder}/events.jsonl", "".join(lines).encode())
 
     def write_log(self, tail: bytes) -> None:
         """Replace the end of the log."""
@@ -165,18 +136,12 @@ class JobFiles:
 
     # -- written or read by a flow --
 
-    def read_events(self, number: int) -> list[dict[str, Any]] | None:
-        """Return the events of object `number`; None if it does not exist yet."""
-        data = self._store.read_bytes(f"{self.folder}/events/{number:06d}.jsonl")
-        return None if data is None else _events(data)
-
-    def has_outcome(self, number: int) -> bool:
-        """Return whether the result or the error of the job is in object `number`, the last one."""
-        return any(event["event"] in ("result", "error") for event in self.read_events(number) or ())
-
-    def read_progress(self) -> list[dict[str, Any]]:
-        """Return the latest progress of each task; empty if there is none."""
-        return _events(self._store.read_bytes(f"{self.folder}/progress.jsonl") or b"")
+    def read_events(self) -> tuple[list[Event], list[Event]]:
+        """Return the events of the job, and the latest progress of each task."""
+        data = self._store.read_bytes(f"{self.folder}/events.jsonl") or b""
+        found = [event for event in map(parse, data.splitlines()) if event is not None]
+        events = [event for event in found if event["event"] != "progress"]
+        return events, found[len(events) :]
 
     def read_log(self) -> bytes:
         """Return the end of the log; empty if there is none."""
@@ -197,11 +162,3 @@ def delete_jobs(store: Store, spec: StageSpec) -> None:
 def _numbers(store: Store, stage_key: str) -> list[int]:
     names = store.folders(f"jobs/{stage_key}")
     return sorted(int(name) for name in names if re.fullmatch("[0-9]{6}", name))
-
-
-def _lines(events: Iterable[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(event, default=str) + "\n" for event in events).encode()
-
-
-def _events(data: bytes) -> list[dict[str, Any]]:
-    return [event for event in map(parse, data.splitlines()) if event is not None]

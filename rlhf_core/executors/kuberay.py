@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tenacity
 import urllib3
 import yaml
 from kubernetes import client, config
@@ -24,7 +23,6 @@ from kubernetes.config.config_exception import ConfigException
 
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import TEMPLATES, Job, JobState, JobStatus
-from rlhf_core.system.waiting import backoff
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -32,7 +30,6 @@ _TYPE = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _REQUEST_SECONDS = 30.0
 _GPU = "nvidia.com/gpu"
-_LOG_LINES = 500
 _ENDED: dict[str, JobState] = {"Complete": "succeeded", "Failed": "failed"}
 
 T = TypeVar("T")
@@ -44,31 +41,22 @@ class KubeRayJobs:
     title = "RayJob"
     holds_resources = True  # the Ray cluster exists until ttlSecondsAfterFinished is over
 
-    def __init__(self, namespace: str | None, *, retry_wait: float = 1.0) -> None:
-        """RayJobs of a namespace.
-
-        Args:
-            namespace: None for that of the service account or of the kubeconfig.
-            retry_wait: Seconds before a failed request is sent again, doubled after each attempt.
-        """
+    def __init__(self, namespace: str | None) -> None:
+        """RayJobs of a namespace; None for that of the service account or of the kubeconfig."""
         self._given_namespace = namespace
-        self._retry_wait = retry_wait
 
     def submit(self, job: Job) -> None:
         """Create the RayJob, unless one of this name exists already."""
         body = rayjob(job, load_template(job))
-
-        def create() -> None:
-            # Strict: a field that this version of KubeRay does not know is an error. Without it, the server
-            # drops the field, and without `authOptions` the Ray cluster would have no token.
-            self._objects.create_namespaced_custom_object(
+        # Strict: a field that this version of KubeRay does not know is an error. Without it, the server drops
+        # the field, and without `authOptions` the Ray cluster would have no token.
+        self._call(
+            lambda: self._objects.create_namespaced_custom_object(
                 **self._place, body=body, field_validation="Strict", **_LIMIT
-            )
-
-        # After a 5xx or a lost connection the object may exist: then the second request answers 409.
-        for attempt in self._attempts():
-            with attempt:
-                self._call(create, accept={409: None})
+            ),
+            # An earlier request may have arrived, although it had no answer.
+            accept={409: None},
+        )
 
     def status(self, name: str) -> JobStatus:
         """Return the status of a RayJob."""
@@ -102,36 +90,17 @@ class KubeRayJobs:
 
     def cancel(self, name: str) -> None:
         """Delete a RayJob with its Ray cluster. One that does not exist is ignored."""
-
-        def delete() -> None:
-            # Foreground: the RayJob exists until its Ray cluster is deleted.
-            self._objects.delete_namespaced_custom_object(
+        # Foreground: the RayJob exists until its Ray cluster is deleted.
+        self._call(
+            lambda: self._objects.delete_namespaced_custom_object(
                 **self._place, name=name, propagation_policy="Foreground", **_LIMIT
-            )
-
-        for attempt in self._attempts():
-            with attempt:
-                self._call(delete, accept={404: None, 410: None})
+            ),
+            accept={404: None, 410: None},
+        )
 
     def log_tail(self, name: str) -> str:
-        """Return the end of the output of the head pod, or why its container does not run."""
-        cluster = (self._find(name) or {}).get("status", {}).get("rayClusterName")
-        if not cluster:
-            return ""
-        pods = client.CoreV1Api(self._api)
-        namespace = self._place["namespace"]
-        selector = f"ray.io/cluster={cluster},ray.io/node-type=head"
-        found = self._call(
-            lambda: pods.list_namespaced_pod(namespace, label_selector=selector, **_LIMIT)
-        ).items
-        if not found:
-            return ""
-        pod = found[0].metadata.name
-        text: str = self._call(
-            lambda: pods.read_namespaced_pod_log(pod, namespace, tail_lines=_LOG_LINES, **_LIMIT),
-            accept={400: "", 404: ""},  # no container has started yet
-        )
-        return text
+        """Return nothing: the message of the status has the end of the output."""
+        return ""
 
     @cached_property
     def _api(self) -> client.ApiClient:
@@ -145,7 +114,7 @@ class KubeRayJobs:
             raise ConfigError(
                 f"run.executor: kuberay needs a service account or a kubeconfig; {error}; set KUBECONFIG"
             ) from error
-        settings.retries = False  # `_attempts` decides
+        settings.retries = False  # the follower asks again
         return client.ApiClient(settings)
 
     @property
@@ -175,14 +144,6 @@ class KubeRayJobs:
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise InfrastructureError(f"the Kubernetes API server does not answer: {error}") from error
 
-    def _attempts(self) -> tenacity.Retrying:
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(InfrastructureError),
-            stop=tenacity.stop_after_attempt(5),
-            wait=backoff(self._retry_wait, longest=10.0, jitter=(0.5, 1.5)),
-            reraise=True,
-        )
-
 
 _LIMIT = {"_request_timeout": _REQUEST_SECONDS}
 
@@ -208,26 +169,18 @@ def load_template(job: Job) -> dict[str, Any]:
     file = Path(job.resources.template or TEMPLATES["kuberay"])
     field = f"run.resources.{job.stage}.template"
     try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        loaded: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{field}: {file} cannot be read: {error}; name a RayJob in YAML") from error
-    if not isinstance(loaded, dict) or loaded.get("kind") != "RayJob":
-        raise ConfigError(f"{field}: {file} must be a RayJob; got another kind; name a RayJob")
     try:
-        spec = loaded["spec"]
-        cluster = spec["rayClusterSpec"]
+        cluster = loaded["spec"]["rayClusterSpec"]
         for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
             group["template"]["spec"]["containers"][0]
     except (IndexError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{field}: {file} must have spec.rayClusterSpec with containers of a head and of a worker group;"
-            f" {type(error).__name__}: {error}; compare it with {TEMPLATES['kuberay']}"
+            f"{field}: {file} must be a RayJob with spec.rayClusterSpec, with containers of a head and of a"
+            f" worker group; {type(error).__name__}: {error}; compare it with {TEMPLATES['kuberay']}"
         ) from error
-    if spec.get("clusterSelector") or spec.get("submissionMode") == "InteractiveMode":
-        raise ConfigError(
-            f"{field}: {file} has clusterSelector or submissionMode: InteractiveMode; a stage needs a Ray"
-            " cluster of its own and a job that KubeRay submits; remove them"
-        )
     return loaded
 
 

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, StoreError, to_record
 from rlhf_core.executors.child import run_child
 from rlhf_core.executors.environment import stage_environment
-from rlhf_core.executors.job_files import LOG_BYTES, JobFiles
+from rlhf_core.executors.job_files import LOG_BYTES, Event, JobFiles
 from rlhf_core.logs import log_to_stderr
 from rlhf_core.storage.store import Store
 from rlhf_core.system.stopping import EXIT_STOPPED
@@ -93,16 +93,13 @@ class _Reporter:
         self._files = files
         self._log_file = log_file
         self._last_seconds = last_seconds
-        self._waiting: list[dict[str, Any]] = []
-        self._content: list[dict[str, Any]] = []
-        """Content of the object `_number`, which may have been written, although that raised an error."""
-        self._progress: dict[str, dict[str, Any]] = {}
+        # A scheduler that suspends a job and resumes it starts its command again.
+        self._events, _ = files.read_events()
+        self._progress: dict[str, Event] = {}
         """The latest progress of each task."""
-        self._has_progress = False
-        """Whether there is progress that is not written yet."""
+        self._is_written = True
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._number = files.count_events() + 1
         self._copied = 0
         self._thread = threading.Thread(target=self._loop, daemon=True, name="reporter")
 
@@ -116,15 +113,15 @@ class _Reporter:
         self._done.set()
         self._thread.join(timeout=self._last_seconds + 20.0)
 
-    def send(self, event: dict[str, Any]) -> None:
-        """Write `event` with the next object. Progress replaces that of the same task."""
+    def send(self, event: Event) -> None:
+        """Write `event` with the others. Progress replaces that of the same task."""
         with self._lock:
+            self._is_written = False
             if event["event"] != "progress":
-                self._waiting.append(event)
+                self._events.append(event)
                 return
             self._progress.pop(event["task"], None)  # the task that reported last is the last one
             self._progress[event["task"]] = event
-            self._has_progress = True
 
     def send_error(self, error: BaseException) -> None:
         """Send the final event of a job that failed, without secrets."""
@@ -167,27 +164,15 @@ class _Reporter:
             time.sleep(SEND_SECONDS)
 
     def _write_events(self) -> None:
-        while True:
-            self._write_progress()  # first: after the final event, nobody reads it
-            if not self._content:
-                with self._lock:
-                    self._content, self._waiting = self._waiting, []
-            if not self._content:
-                return
-            # After an error, the same content again: a flow may have read the object, and reads it once.
-            self._files.write_events(self._number, self._content)
-            self._number += 1
-            self._content = []
-
-    def _write_progress(self) -> None:
         with self._lock:
-            if not self._has_progress:
+            if self._is_written:
                 return
-            progress, self._has_progress = list(self._progress.values()), False
+            events, progress = list(self._events), list(self._progress.values())
+            self._is_written = True
         try:
-            self._files.write_progress(progress)
+            self._files.write_events(events, progress)
         except BaseException:
-            self._has_progress = True
+            self._is_written = False
             raise
 
     def _write_log(self) -> None:

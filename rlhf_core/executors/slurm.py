@@ -91,8 +91,8 @@ class SlurmJobs:
     def status(self, name: str) -> JobStatus:
         """Return the status of a job: from the queue, or from accounting if it has left the queue."""
         # Also jobs that ended a short time ago, because a cluster may have no accounting, and those of hidden
-        # partitions and of other clusters of a federation.
-        queue = ["squeue", "--noheader", "--states=all", "--all", "--federation", f"--name={name}"]
+        # partitions.
+        queue = ["squeue", "--noheader", "--states=all", "--all", f"--name={name}"]
         lines = self._lines([*queue, "--format=%T|%r"])
         if not lines:
             # By default, sacct looks for jobs of the current day.
@@ -101,8 +101,6 @@ class SlurmJobs:
             lines = self._lines(accounting, without="")
         if not lines:
             return JobStatus("missing")
-        # A job that another cluster of the federation runs is revoked on this one.
-        lines.sort(key=lambda line: not line.startswith("REVOKED"))
         statuses = [_status(line) for line in lines]
         return next((status for status in statuses if status.is_active), statuses[-1])
 

@@ -1,4 +1,7 @@
-"""What transformers and vLLM can do with an architecture, read from their source code without importing them.
+"""What transformers and vLLM can do with an architecture, without importing them.
+
+`architectures.json` has it for the locked versions. `tests/support/library_architectures.py` generates it
+from their source code.
 
 SFT needs a causal language model, which every usable architecture has. Later stages need more: the reward
 model and the critic a class for sequence classification, and the engines a class of vLLM.
@@ -6,9 +9,7 @@ model and the critic a class for sequence classification, and the engines a clas
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import re
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,6 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.models.folder import ModelFolder, read_json_object
 
-_VLLM_MODELS = "vllm.model_executor.models"
 OTHER_MODEL = "use another model (docs/architectures.md has a table)"
 
 
@@ -44,7 +44,7 @@ def architecture_problems(
     name = causal_class(model_type)
     if name is None:
         return
-    if not has_model_and_head(name, model_type):
+    if not has_model_and_head(name):
         yield ModelError(f"model.path: {model}: {without_model_and_head(name)}")
         return
     ppo = config.ppo
@@ -85,26 +85,15 @@ def architecture_problems(
 
 def causal_class(model_type: str) -> str | None:
     """Return the class of the causal language model, or None if transformers has none."""
-    return _classes("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
+    name: str | None = _tables()["causal"].get(model_type)
+    return name
 
 
-def has_model_and_head(name: str, model_type: str) -> bool:
+def has_model_and_head(name: str) -> bool:
     """Return whether a class of transformers has the attributes `model` and `lm_head`, which
-    `rlhf_core.models.policy` calls. True if its source is not found.
+    `rlhf_core.models.policy` calls.
     """
-    tree = _tree(_modeling(model_type))
-    if tree is None:
-        return True
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
-            assigned = {
-                part.attr
-                for part in ast.walk(node)
-                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-            }
-            return {"model", "lm_head"} <= methods | assigned
-    return True
+    return name not in _tables()["without_model_and_head"]
 
 
 def without_model_and_head(name: str) -> str:
@@ -114,7 +103,7 @@ def without_model_and_head(name: str) -> str:
 
 def has_score_model(model_type: str) -> bool:
     """Return whether transformers has a sequence classification for this architecture."""
-    return model_type in _classes("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
+    return model_type in _tables()["with_score"]
 
 
 def engine_backend(name: str, model_type: str) -> Literal["vllm", "transformers", "untested"] | None:
@@ -125,11 +114,11 @@ def engine_backend(name: str, model_type: str) -> Literal["vllm", "transformers"
     untested        the same for a class that the registry does not have
     None            the class cannot take another attention
     """
-    if name in _registry("_TRANSFORMERS_SUPPORTED_MODELS"):
+    if name in _tables()["vllm_by_transformers"]:
         return "transformers"
-    if name in _registry("_TEXT_GENERATION_MODELS") or name in _registry("_MULTIMODAL_MODELS"):
+    if name in _tables()["vllm"]:
         return "vllm"
-    return "untested" if _takes_attention(model_type) else None
+    return None if model_type in _tables()["with_fixed_attention"] else "untested"
 
 
 def engine_changes_classes(folder: Path) -> bool:
@@ -146,125 +135,10 @@ def engine_changes_classes(folder: Path) -> bool:
 
 def serves_adapters(name: str) -> bool:
     """Return whether the class of vLLM for `name` supports LoRA. Unknown classes count as if they did."""
-    found = _registry("_TEXT_GENERATION_MODELS") | _registry("_MULTIMODAL_MODELS")
-    if name not in found:
-        return True
-    module, vllm_name = found[name]
-    module = module if module.startswith("vllm.") else f"{_VLLM_MODELS}.{module}"
-    return _inherits(module, vllm_name, "SupportsLoRA")
-
-
-# -- source code --
+    return name not in _tables()["vllm_without_adapters"]
 
 
 @cache
-def _classes(table: str) -> dict[str, str]:
-    """Return a table of transformers: names of classes by model type."""
-    call = _assigned("transformers.models.auto.modeling_auto").get(table)
-    if not isinstance(call, ast.Call):
-        return {}
-    pairs = ast.literal_eval(call.args[0])
-    return {model_type: names if isinstance(names, str) else names[0] for model_type, names in pairs}
-
-
-@cache
-def _registry(table: str) -> dict[str, tuple[str, str]]:
-    """Return a table of vLLM's registry: module and class by class of transformers."""
-    value = _assigned(f"{_VLLM_MODELS}.registry").get(table)
-    return ast.literal_eval(value) if isinstance(value, ast.Dict) else {}
-
-
-@cache
-def _assigned(module: str) -> dict[str, ast.expr]:
-    """Return the expressions that a module assigns to its global names."""
-    found: dict[str, ast.expr] = {}
-    tree = _tree(module)
-    for node in [] if tree is None else tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = node.value
-    return found
-
-
-def _takes_attention(model_type: str) -> bool:
-    """Return whether transformers' classes of this type take another attention, as vLLM decides it."""
-    source = _source(_modeling(model_type))
-    if source is None:
-        return True
-    # The two conditions of vLLM: `is_backend_compatible` and `_can_set_attn_implementation` of transformers.
-    if "_supports_attention_backend = True" in source or "ALL_ATTENTION_FUNCTIONS.get_interface(" in source:
-        return True
-    return re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) is None
-
-
-def _modeling(model_type: str) -> str:
-    """Return the name of the module with transformers' classes of this type."""
-    call = _assigned("transformers.models.auto.auto_mappings").get("SPECIAL_MODEL_TYPE_TO_MODULE_NAME")
-    special = dict(ast.literal_eval(call.args[0])) if isinstance(call, ast.Call) else {}
-    folder = special.get(model_type, model_type.replace("-", "_"))
-    return f"transformers.models.{folder}.modeling_{folder}"
-
-
-@cache
-def _inherits(module: str, name: str, wanted: str) -> bool:
-    """Return whether a class inherits from a class named `wanted`. True if its source cannot be read."""
-    tree = _tree(module)
-    if tree is None:
-        return True
-    imported = {
-        alias.asname or alias.name: (_absolute(module, node), alias.name)
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    if name not in classes:
-        return name not in imported or _inherits(*imported[name], wanted)
-    bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)]
-    if wanted in bases:
-        return True
-    for base in bases:
-        if base in classes:
-            inherits = _inherits(module, base, wanted)
-        elif base in imported and imported[base][0].startswith("vllm."):
-            inherits = _inherits(*imported[base], wanted)
-        else:
-            continue  # another package, such as that of nn.Module: `SupportsLoRA` is a class of vLLM
-        if inherits:
-            return True
-    return False
-
-
-def _absolute(module: str, node: ast.ImportFrom) -> str:
-    """Return the absolute name of the module that `node` imports from."""
-    if node.level == 0:
-        return str(node.module)
-    # In an `__init__.py` the first dot is the package itself, elsewhere it is the parent of the module.
-    is_package = (_file(module) or Path()).name == "__init__.py"
-    parts = module.split(".")
-    parts = parts[: len(parts) - node.level + is_package]
-    return ".".join([*parts, *([node.module] if node.module else [])])
-
-
-@cache
-def _tree(module: str) -> ast.Module | None:
-    source = _source(module)
-    return None if source is None else ast.parse(source)
-
-
-def _source(module: str) -> str | None:
-    file = _file(module)
-    return None if file is None else file.read_text(encoding="utf-8")
-
-
-def _file(module: str) -> Path | None:
-    """Return the source file of a module of an installed package, or None."""
-    package, *parts = module.split(".")
-    # Of the top package alone, because `find_spec` imports the parents of a submodule.
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin).parent.joinpath(*parts)
-    for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
-        if file.is_file():
-            return file
-    return None
+def _tables() -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
+    return tables

@@ -20,13 +20,12 @@ from rlhf_core.errors import ModelError
 from rlhf_core.models.architectures import without_model_and_head
 from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.linear import use_float32_head, use_onednn
-from rlhf_core.models.logits import logits_of
-from rlhf_core.models.quantized import loading_options
 from rlhf_core.models.saving import WeightStream, save_model
 from rlhf_core.models.selftest import tested, without_dropout
 from rlhf_core.models.sharded import Shards
 from rlhf_core.models.weights import (
     load_pretrained,
+    loading_options,
     model_config,
     model_errors,
     refuse_non_finite,
@@ -117,10 +116,7 @@ class Policy(nn.Module):
 
     def save(self, folder: Path, weights: WeightStream | None = None) -> None:
         """Write the model in Hugging Face layout, with `weights` or with its own, if they are whole."""
-        if weights is None:
-            self.lm.save_pretrained(folder)
-        else:
-            save_model(self.lm, folder, weights)
+        save_model(self.lm, folder, weights)
 
 
 def load_policy(
@@ -144,7 +140,7 @@ def load_policy(
         attention: transformers' name of the implementation.
         device: Device of a quantized model.
         revision: Commit or branch of a hub id.
-        quantize: `nf4` stores linear layers in 4 bits (`models.quantized`).
+        quantize: `nf4` stores linear layers in 4 bits (`models.weights`).
         pack: Whether rows hold several sequences (`models.selftest`).
         head_dtype: Precision of the logits. With `float32`, they are not rounded to `dtype`.
         shards: Cuts the parameters while they are read (`models.sharded`); loading is then a collective
@@ -175,6 +171,29 @@ def load_policy(
     with self_test_context(folder, lm, shards):
         policy.packs = tested(_checked(lm), pack)
     return policy
+
+
+def logits_of(head_output: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return the logits (..., V) of a model from the output (..., V) of its head.
+
+    | field of `config` | models | logits |
+    |---|---|---|
+    | `logits_scaling` | Granite | divided by it |
+    | `logit_scale` | Cohere | multiplied by it |
+    | `final_logit_softcapping` | Gemma 2 | `cap * tanh(output / cap)` |
+
+    Other models return the output itself. As transformers computes it, in the data type of the output.
+    """
+    scaling, scale = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    logits = head_output
+    if scaling is not None:
+        logits = logits / scaling
+    if scale is not None:
+        logits = logits * scale
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
 
 
 @torch.no_grad()

@@ -36,12 +36,16 @@ class WeightStream:
     """Values of the groups, in the same order. A group is valid until the next one is taken."""
 
 
-def save_model(lm: Any, folder: Path, weights: WeightStream, file_size: str = FILE_SIZE) -> None:
-    """Save `lm` with `weights` instead of its own values. At most one group is in host memory.
+def save_model(lm: Any, folder: Path, weights: WeightStream | None, file_size: str = FILE_SIZE) -> None:
+    """Save `lm` with `weights`, of which at most one group is in host memory, or with its own, which must be
+    whole.
 
     The configuration is that of a model with the data type of `weights`, without quantization. `file_size` is
     the maximum size of a file, such as "100MB".
     """
+    if weights is None:
+        lm.save_pretrained(folder)
+        return
     from huggingface_hub import split_torch_state_dict_into_shards
 
     shell = unquantized(lm, next(tensor.dtype for group in weights.layout for tensor in group.values()))

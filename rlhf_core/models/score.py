@@ -24,12 +24,12 @@ from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.linear import Float32Linear, use_onednn
 from rlhf_core.models.policy import DTYPES
-from rlhf_core.models.quantized import loading_options
 from rlhf_core.models.saving import WeightStream, save_model
 from rlhf_core.models.selftest import tested, without_dropout
 from rlhf_core.models.sharded import Shards
 from rlhf_core.models.weights import (
     load_pretrained,
+    loading_options,
     model_config,
     model_errors,
     refuse_non_finite,
@@ -125,10 +125,7 @@ class ScoreModel(nn.Module):
         """Write the model in Hugging Face layout, and the statistics. `weights` replaces its own, which must
         be whole otherwise.
         """
-        if weights is None:
-            self.lm.save_pretrained(folder)
-        else:
-            save_model(self.lm, folder, weights)
+        save_model(self.lm, folder, weights)
         self.statistics.save(folder)
 
 
@@ -152,7 +149,7 @@ def load_score_model(
         attention: transformers' name of the implementation.
         device: Device of a quantized model.
         revision: Commit or branch of a hub id.
-        quantize: `nf4` stores linear layers in 4 bits (`models.quantized`).
+        quantize: `nf4` stores linear layers in 4 bits (`models.weights`).
         pack: Whether rows hold several sequences (`models.selftest`).
         shards: Cuts the parameters while they are read (`models.sharded`); loading is then a collective
             operation. Quantized weights are not cut.

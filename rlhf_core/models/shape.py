@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.pipeline import TinyModel
@@ -161,3 +163,24 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
     )
+
+
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return configurations of public models by the id on the hub, so that `rlhf plan` needs no download.
+
+    Each is the part of the model's `config.json` on the hub that `shape_from_config` reads. The tests compare
+    the number of parameters with that of the published weights.
+    """
+    models: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("known_shapes.json").read_text())
+    return models
+
+
+def known_shape(name: str) -> ModelShape | None:
+    """Return the shape of a model by its id on the hub, with or without the owner, in any case."""
+    wanted = name.lower()
+    for known, settings in known_models().items():
+        names = {known.lower(), known.partition("/")[2].lower()}
+        if wanted in names | {each.removesuffix("-base").removeprefix("meta-") for each in names}:
+            return shape_from_config(settings)
+    return None

@@ -10,6 +10,7 @@ cache of the host serves all but the first, and no rank waits for another one.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +24,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.errors import ModelError
-from rlhf_core.models.finite import is_finite
 from rlhf_core.models.folder import ModelFolder
 
 _COMPARED_ROWS = 4096
@@ -141,6 +141,17 @@ def _cutting(shards: Shards, dtype: torch.dtype) -> Iterator[list[tuple[nn.Modul
         yield not_finite
     finally:
         handle.remove()
+
+
+@torch.no_grad()
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` has neither NaN nor infinity. Integers, 8-bit floats and `meta` count as
+    finite.
+    """
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta or tensor.element_size() == 1:
+        return True
+    low, high = torch.aminmax(tensor)  # aminmax propagates NaN and allocates no tensor of this size
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def refuse_different_ties(folder: Path | str, model: Any, tensors: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.ops.drift.compare import compare_with_champion
-from rlhf_core.pipeline import LAST_STAGE, STAGES, StageName
+from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName
 from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.references import resolve_kept
@@ -21,7 +21,7 @@ from rlhf_core.types import ArtifactRef
 def run_pipeline(
     config: PipelineConfig,
     *,
-    start: StageName = "data",
+    start: StageName = FIRST_STAGE,
     until: StageName = LAST_STAGE,
     tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:

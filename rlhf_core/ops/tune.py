@@ -2,8 +2,8 @@
 
     data, sft, reward (reused, or made)  -->  short PPO runs  -->  CONFIG with the fields of the fastest
 
-Candidates are the configuration, on GPUs the fastest splits of `rlhf plan`, on CPUs one engine for each core,
-and all of them with `ppo.staleness=1`. Prompts, models and rewards are those of the pipeline.
+Candidates are the configuration, on GPUs the fastest placements of `rlhf plan`, on CPUs one engine for each
+core, and all of them with `ppo.staleness=1`. Prompts, models and rewards are those of the pipeline.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from rlhf_core.config.placement import plan
 from rlhf_core.config.yaml import dump
 from rlhf_core.errors import ConfigError, InputError, RLHFError
 from rlhf_core.ops.plan.plan import make_plan
-from rlhf_core.ops.plan.search import Split
-from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.planning.advice import as_overrides
+from rlhf_core.pipeline import FIRST_STAGE, STAGES, StageName
+from rlhf_core.planning.search import as_overrides
 from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.local_context import RecordingMetrics, stage_context
 from rlhf_core.run.pipeline_run import open_run
@@ -112,7 +111,7 @@ def tune(
     named = load_config(config_path, [*overrides, f"run.name={config.run.name}-tune"])
     checked = CheckedConfig(named, tuple(check_and_prepare(named, str(config_path))), str(config_path))
     last: StageName = "reward" if config.reward.enabled else "sft"
-    with open_run(checked, "data", last, {}, seconds_since_boot()) as run:
+    with open_run(checked, FIRST_STAGE, last, {}, seconds_since_boot()) as run:
         inputs = {
             stage: run.artifacts.fetch(run_with_retries(run, stage).ref)
             for stage in filter(run.includes, STAGES)
@@ -146,11 +145,10 @@ def candidates(
     """Return the overrides of each candidate, at most eight. The first has none."""
     found: list[tuple[str, ...]] = [()]
     if runs_on_gpu(config):
-        for split in make_plan(config_path, overrides).splits:
-            if isinstance(split, Split) and split.stage == "ppo":
-                # The plan assumes the utilisation of devices, so the fastest one may be another.
-                for each in filter(lambda one: one.changes, (split, *split.others)):
-                    found.append(as_overrides(each.changes))
+        # The plan estimates times, so the fastest one may be another.
+        for _, changes in make_plan(config_path, overrides).fastest.get("ppo", []):
+            if changes:
+                found.append(as_overrides(changes))
     else:
         # Not `run.threads`: with one thread, each engine and each rank still has a core of its own.
         cores = machine().cores()

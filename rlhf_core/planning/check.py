@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,12 +16,17 @@ from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.models.folder import ModelFolder, base_model_shape
 from rlhf_core.models.shape import ModelShape, tiny_shape
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.planning.advice import advise
 from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
-from rlhf_core.planning.fit import FitVerdict, Problem, compare_memory
+from rlhf_core.planning.fit import compare_memory, stages_with
 from rlhf_core.planning.hardware import Hardware, cpu_hardware, visible_hardware
-from rlhf_core.planning.loads import JUDGE, evaluating_stages, stages_on_evaluation_ranks
-from rlhf_core.storage.versions import gpu_versions
+from rlhf_core.planning.loads import (
+    EVALUATION,
+    PPO,
+    evaluating_stages,
+    settings_stage,
+    stages_on_evaluation_ranks,
+)
+from rlhf_core.planning.search import advise
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 
@@ -30,8 +34,6 @@ _SMALL_MODEL = 100_000_000
 """Models with fewer parameters learn little with the default learning rates."""
 _MIN_FREE_BYTES = 30_000_000
 """Space for databases and logs alone."""
-_NCCL_OF_M2N = (2, 30, 5)
-"""The oldest NCCL that nccl-extensions supports (`NCCL_M2N_MIN_NCCL_VERSION_CODE` in its header)."""
 
 
 def check_devices(config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)) -> Iterator[Finding]:
@@ -52,7 +54,6 @@ def check_devices(config: PipelineConfig, stages: Collection[StageName] = tuple(
         if not on_cluster:
             yield from check_gpu_counts(config, gpus, stages=stages)
         yield from _flash_attention(config)
-        yield from _nccl_extensions(config, stages)
     elif on_cluster:
         if config.run.device == "auto":
             yield (
@@ -92,7 +93,7 @@ def check_gpu_counts(
             f"ppo: needs {placement.devices} GPUs ({placement.describe()}; colocate={config.ppo.colocate});"
             f" got {gpus} {which}; lower ranks or ppo.engine.count, or use ppo.colocate=all"
         )
-        yield _for_stages(["ppo"], error, stages)
+        yield _for_stages([PPO], error, stages)
 
 
 def _for_stages(users: Collection[StageName], problem: str, stages: Collection[StageName]) -> Finding:
@@ -103,19 +104,15 @@ def _for_stages(users: Collection[StageName], problem: str, stages: Collection[S
 
 
 def _training_with(config: PipelineConfig, stage: TrainingStage) -> list[StageName]:
-    """Return the stages that train with the section of `stage`. A judge without settings of its own has those
-    of the reward model.
-    """
-    if stage == "reward" and "judge" not in config.training_sections:
-        return ["reward", "judge"]
-    return [stage]
+    """Return the stages that train with the section of `stage`."""
+    return [name for name in STAGES if settings_stage(config, name) == stage]
 
 
 def _ranks_outside_ppo(config: PipelineConfig) -> Iterator[tuple[str, int, list[StageName]]]:
     """Yield the ranks of the other stages, with the section that sets them and the stages that use them."""
     for stage, section in config.training_sections.items():
         yield f"{section_of(stage)}.deepspeed", section.deepspeed.ranks, _training_with(config, stage)
-    yield "evaluate", config.evaluate.ranks, stages_on_evaluation_ranks(config)
+    yield EVALUATION, config.evaluate.ranks, stages_on_evaluation_ranks(config)
 
 
 def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
@@ -137,39 +134,20 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
         )
 
 
-def _nccl_extensions(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
-    if config.ppo.weight_sync.backend != "nccl_m2n":
-        return
-    # The package adds `m2n` to the package `nccl`, which may be missing itself.
-    if not machine().has_package("nccl") or not machine().has_package("nccl.m2n"):
-        error = (
-            "ppo.weight_sync.backend: nccl_m2n needs the package nccl-extensions, which is not installed;"
-            " install it, or use nccl"
-        )
-        yield _for_stages(["ppo"], error, stages)
-    version = gpu_versions(machine()).get("nccl")
-    if version is not None and tuple(map(int, version.split(".")[:3])) < _NCCL_OF_M2N:
-        error = (
-            f"ppo.weight_sync.backend: nccl_m2n needs NCCL {'.'.join(map(str, _NCCL_OF_M2N))} or newer; got"
-            f" {version}, the version that torch asks for; install a newer one over it, or use nccl"
-        )
-        yield _for_stages(["ppo"], error, stages)
-
-
 def _cpu_settings(config: PipelineConfig, stages: Collection[StageName]) -> Iterator[Finding]:
     backend = config.ppo.weight_sync.backend
-    if backend in ("nccl", "ipc", "nccl_m2n"):
+    if backend in ("nccl", "ipc"):
         error = f"ppo.weight_sync.backend: {backend} needs GPUs; got 0 visible; use auto or gloo"
-        yield _for_stages(["ppo"], error, stages)
+        yield _for_stages([PPO], error, stages)
     if config.model.attention == "flash_attention_2":
         yield ConfigError("model.attention: flash_attention_2 needs a GPU; got 0 visible; use sdpa")
     level = config.ppo.engine.sleep_level
     if level > 0:
         error = f"ppo.engine.sleep_level: {level} needs GPUs; got 0 visible; use 0"
-        yield _for_stages(["ppo"], error, stages)
+        yield _for_stages([PPO], error, stages)
     trained = {f"{section_of(stage)}.deepspeed": stage for stage in config.training_sections}
     for field, deepspeed in deepspeed_sections(config):
-        users: list[StageName] = _training_with(config, trained[field]) if field in trained else ["ppo"]
+        users: list[StageName] = _training_with(config, trained[field]) if field in trained else [PPO]
         if deepspeed.offload != "none":
             error = (
                 f"{field}.offload: {deepspeed.offload} needs a GPU to offload from; got 0 visible; use none"
@@ -219,7 +197,7 @@ def _cpu_limits(config: PipelineConfig, stages: Collection[StageName]) -> Iterat
     total = machine().memory() / 2**30
     engines = [("evaluate.engines", config.evaluate.engines, evaluating_stages())]
     if config.ppo.enabled:
-        engines.insert(0, ("ppo.engine.count", config.ppo.engine.count, ["ppo"]))
+        engines.insert(0, ("ppo.engine.count", config.ppo.engine.count, [PPO]))
     for field, count, users in sorted(engines, key=lambda entry: entry[1], reverse=True):
         memory = count * each
         if memory > total:
@@ -294,39 +272,26 @@ def _other_problems(config: PipelineConfig, hardware: Hardware) -> str:
     return "\n".join(problem.text for problem in problems if problem.what not in ("devices", "engine layout"))
 
 
-def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[str] = tuple(STAGES)) -> str:
+def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[StageName] = tuple(STAGES)) -> str:
     """Return what of `stages` does not fit, and a fix; empty if they fit or the shape of the model is
     unknown.
     """
     shape = _known_shape(config)
     if shape is None:
         return ""
-
-    def compare(changed: PipelineConfig) -> FitVerdict:
-        verdict = compare_memory(changed, shape, hardware)
-        problems = [each for each in verdict.problems if not _stages_with(each, config).isdisjoint(stages)]
-        return replace(verdict, problems=tuple(problems))
-
-    verdict = compare(config)
-    if verdict.fits:
+    found = compare_memory(config, shape, hardware).problems
+    problems = [each.text for each in found if not stages_with(each, config).isdisjoint(stages)]
+    if not problems:
         return ""
     changes = None
     # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no setting
     # helps.
     if not hardware.device.is_cpu or 2 * shape.parameters < hardware.device.memory:
-        changes = advise(config, compare)
-    other = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
-    fix = f"it fits with {shlex.join(changes)}" if changes else other
-    return "\n".join(problem.text for problem in verdict.problems) + f"; {fix}"
-
-
-def _stages_with(problem: Problem, config: PipelineConfig) -> set[str]:
-    """Return the stages that have the problem, which names one of them."""
-    if problem.key == ("ppo", "engine"):
-        return {"ppo", *evaluating_stages()}  # all have engines of `ppo.engine`
-    if problem.stage != "evaluate" or problem.what == JUDGE:
-        return {problem.stage}
-    return set(stages_on_evaluation_ranks(config) if problem.what == "policy" else evaluating_stages())
+        changes = advise(config, shape, hardware, stages)
+    fix = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
+    if changes is not None:
+        fix = f"it fits with {shlex.join(changes)}"
+    return "\n".join(problems) + f"; {fix}"
 
 
 def _known_shape(config: PipelineConfig) -> ModelShape | None:

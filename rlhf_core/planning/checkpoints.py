@@ -1,68 +1,31 @@
-"""Size of a stage's checkpoints, and the time that each host needs to hash and to upload its part.
-
-A checkpoint has the weights that are trained, the optimizer's state and further copies of the weights
-(`bytes_per_parameter`). With ZeRO, every rank writes its part, and each host hashes and uploads those of its
-ranks.
+"""Size of a stage's checkpoints: the weights that are trained, the optimizer's state and further copies of
+the weights (`bytes_per_parameter`).
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.planning.hardware import Hardware
-from rlhf_core.planning.layout import first_devices, hosts_of
-from rlhf_core.planning.loads import ppo_models, trained_model
+from rlhf_core.pipeline import StageName
+from rlhf_core.planning.loads import PPO, ppo_models, settings_stage, trained_model
 from rlhf_core.planning.memory import Model, dtype_bytes
 
-HASH_BYTES = 1.5e9
-"""Bytes of a host that one thread hashes in a second (sha256 with the instructions of the CPU, measured)."""
-UPLOAD_BYTES = 0.3e9
-"""Bytes a second that one host uploads to a bucket (assumed)."""
 
-
-@dataclass(frozen=True)
-class CheckpointSize:
-    """A checkpoint of one stage."""
-
-    stage: str
-    bytes: float
-    per_host: float
-    """Bytes of the host with the largest part."""
-
-    @property
-    def hash_seconds(self) -> float:
-        return self.per_host / HASH_BYTES
-
-    @property
-    def upload_seconds(self) -> float:
-        return self.per_host / UPLOAD_BYTES
-
-
-def checkpoint_sizes(
-    config: PipelineConfig, shape: ModelShape, hardware: Hardware
-) -> Iterator[CheckpointSize]:
-    """Yield the checkpoint of each training stage."""
-    for stage in config.training_sections:
-        model, own = _saved(config, shape, stage)
-        size = _size(stage, [(model, own, 0)], hardware)
-        if stage == "reward":
+def checkpoint_sizes(config: PipelineConfig, shape: ModelShape) -> dict[StageName, int]:
+    """Return the bytes of a checkpoint of each training stage."""
+    sizes: dict[StageName, int] = {}
+    for stage, section in config.training_sections.items():
+        sizes[stage], _ = checkpoint_bytes(config, shape, stage)
+        if section is config.reward:
             # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
-            finished = (config.reward.members - 1) * model.size * model.parameters
-            size = replace(size, bytes=size.bytes + finished, per_host=size.per_host + finished)
-        yield size
-    if not config.ppo.enabled:
-        return
-    placement = plan(config.ppo)
-    models = []
-    for group, first in zip(placement.groups, first_devices(placement), strict=True):
-        models += [(model, size, first) for model, size in _saved_by_group(config, shape, group)]
-    yield _size("ppo", models, hardware)
+            model, _ = _saved(config, shape, stage)
+            sizes[stage] += (config.reward.members - 1) * model.size * model.parameters
+    if config.ppo.enabled:
+        sizes[PPO], _ = checkpoint_bytes(config, shape, PPO)
+    return sizes
 
 
 def _saved(config: PipelineConfig, shape: ModelShape, stage: TrainingStage) -> tuple[Model, int]:
@@ -129,15 +92,13 @@ def _unsharded(model: Model, size: int) -> int:
     return unsharded_bytes(size - states, states, model.stage)
 
 
-def checkpoint_bytes(config: PipelineConfig, shape: ModelShape, stage: str) -> tuple[int, int]:
+def checkpoint_bytes(config: PipelineConfig, shape: ModelShape, stage: StageName) -> tuple[int, int]:
     """Return the bytes of a checkpoint that all ranks of a stage write, and those of them that only ranks 0
     write. Both are 0 for a stage without checkpoints.
     """
-    sections = config.training_sections
-    if stage == "judge" and "judge" not in sections:
-        stage = "reward"  # whose settings it has
-    models = [_saved(config, shape, name) for name in sections if name == stage]
-    if stage == "ppo":
+    settings = settings_stage(config, stage)
+    models = [_saved(config, shape, name) for name in config.training_sections if name == settings]
+    if stage == PPO:
         models = [each for group in plan(config.ppo).groups for each in _saved_by_group(config, shape, group)]
     return sum(size for _, size in models), sum(_unsharded(*each) for each in models)
 
@@ -145,18 +106,3 @@ def checkpoint_bytes(config: PipelineConfig, shape: ModelShape, stage: str) -> t
 def keeps_best(config: PipelineConfig, role: str) -> bool:
     """Return whether PPO's checkpoints of this role have the best weights so far."""
     return role == "policy" and config.ppo.publish == "best"
-
-
-def _size(stage: str, models: list[tuple[Model, int, int]], hardware: Hardware) -> CheckpointSize:
-    """Return the size of the checkpoint of models, each with its bytes and the number of its first device."""
-    total, parts = 0.0, dict[int, float]()
-    for model, size, first in models:
-        ranks = model.deepspeed.ranks
-        total += size
-        for host in hosts_of(first, ranks, hardware):
-            begin = max(first, host * hardware.per_host)
-            end = min(first + ranks, (host + 1) * hardware.per_host)
-            first_writes = _unsharded(model, size)
-            part = (size - first_writes) * (end - begin) / ranks + first_writes * (begin == first)
-            parts[host] = parts.get(host, 0.0) + part
-    return CheckpointSize(stage, total, max(parts.values(), default=0.0))

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import PlacementPlan
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.hardware import GIB, Device, Hardware
-from rlhf_core.planning.layout import layout
-from rlhf_core.planning.loads import JUDGE, DeviceLoad, device_loads, judge_memory
+from rlhf_core.planning.loads import (
+    EVALUATION,
+    JUDGE,
+    PPO,
+    DeviceLoad,
+    device_loads,
+    evaluating_stages,
+    judge_memory,
+    stages_on_evaluation_ranks,
+)
 from rlhf_core.planning.memory import engine_memory
 
 
@@ -19,16 +28,12 @@ from rlhf_core.planning.memory import engine_memory
 class Problem:
     """A limit of the devices that is exceeded."""
 
-    stage: str
+    stage: StageName
     what: str
     """Roles, `engine`, `memory` (shared by all processes on a CPU), the judge (`JUDGE`), `devices` if there
     are too few, or `engine layout` if no host has enough of them for an engine.
     """
     text: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.stage, self.what
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,15 @@ class FitVerdict:
         return not self.problems
 
 
-def compare_memory(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> FitVerdict:
-    """Compare the memory of every phase with that of the devices."""
+def compare_memory(
+    config: PipelineConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    stages: Collection[StageName] = tuple(STAGES),
+) -> FitVerdict:
+    """Compare the memory of every phase of `stages` with that of the devices."""
     device = hardware.device
-    loads = device_loads(config, shape, device)
+    loads = device_loads(config, shape, device, stages)
     tokens = engine_memory(shape, config.ppo.engine, device, config.model.head_dtype).tokens
     engines = [*_engine(config, tokens), *_language_model_engine(config, device)]
     if device.is_cpu:
@@ -56,7 +66,16 @@ def compare_memory(config: PipelineConfig, shape: ModelShape, hardware: Hardware
     else:
         problems = [*_on_each_device(loads, hardware), *engines]
         problems += [*_too_few(config, hardware), *_on_each_host(loads, hardware)]
-    return FitVerdict(loads, tokens, tuple(problems))
+    return FitVerdict(loads, tokens, tuple(problem for problem in problems if problem.stage in stages))
+
+
+def stages_with(problem: Problem, config: PipelineConfig) -> set[StageName]:
+    """Return the stages that have the problem, which names one of them."""
+    if (problem.stage, problem.what) == (PPO, "engine"):
+        return {PPO, *evaluating_stages()}  # all have engines of `ppo.engine`
+    if problem.stage != EVALUATION or problem.what == JUDGE:
+        return {problem.stage}
+    return set(stages_on_evaluation_ranks(config) if problem.what == "policy" else evaluating_stages())
 
 
 def _on_each_device(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:
@@ -93,7 +112,7 @@ def _peaks(loads: tuple[DeviceLoad, ...]) -> list[DeviceLoad]:
 
 def _engine(config: PipelineConfig, tokens: int) -> Iterator[Problem]:
     if tokens < config.max_sequence_tokens:
-        stage = "ppo" if config.ppo.enabled else "evaluate"
+        stage = PPO if config.ppo.enabled else EVALUATION
         text = (
             f"{stage}: an engine's KV cache holds {tokens} tokens, less than one sequence of"
             f" {config.max_sequence_tokens}"
@@ -114,25 +133,39 @@ def _language_model_engine(config: PipelineConfig, device: Device) -> Iterator[P
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
     placement = plan_placement(config.ppo)
-    needed: dict[StageName, tuple[int, str]] = {}
+    needed: dict[StageName, int] = {}
     for name, section in config.training_sections.items():
-        needed[name] = (section.deepspeed.ranks, "")
+        needed[name] = section.deepspeed.ranks
     if config.ppo.enabled:
-        needed["ppo"] = (placement.devices, f" ({placement.describe()})")
-    sampling = config.evaluate.engines * config.ppo.engine.tensor_parallel
-    needed["evaluate"] = (max(config.evaluate.ranks, sampling), "")
-    for stage, (devices, how) in needed.items():
+        needed[PPO] = placement.devices
+    needed[EVALUATION] = max(
+        config.evaluate.ranks, config.evaluate.engines * config.ppo.engine.tensor_parallel
+    )
+    for stage, devices in needed.items():
         if devices > hardware.count:
-            yield Problem(
-                stage, "devices", f"{stage}: needs {devices} devices{how}; there are {hardware.count}"
-            )
-        elif stage == "ppo" and layout(placement, hardware) is None:
+            how = f" ({placement.describe()})" if stage == PPO else ""
+            text = f"{stage}: needs {devices} devices{how}; there are {hardware.count}"
+            yield Problem(stage, "devices", text)
+        elif stage == PPO and room_for_engines(placement, hardware) < placement.engines:
             have = "are on" if placement.colocated else "leave"
             text = (
-                f"ppo: the {placement.tensor_parallel} GPUs of an engine must be in one host of"
+                f"{stage}: the {placement.tensor_parallel} GPUs of an engine must be in one host of"
                 f" {hardware.per_host}; the training ranks {have} too few for {placement.engines} engines"
             )
-            yield Problem("ppo", "engine layout", text)
+            yield Problem(stage, "engine layout", text)
+
+
+def room_for_engines(placement: PlacementPlan, hardware: Hardware) -> int:
+    """Return the number of engines that fit, each inside one host, as `ppo.fleet.placement` assigns devices:
+    colocated ones on those of the ranks, others on those that the ranks, which take the first ones, leave.
+    """
+    ranks, per_host = placement.ranks, hardware.per_host
+    room = 0
+    for first in range(0, hardware.count, per_host):
+        with_ranks = min(per_host, max(0, ranks - first))
+        usable = with_ranks if placement.colocated else per_host - with_ranks
+        room += usable // placement.tensor_parallel
+    return room
 
 
 def _on_each_host(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:

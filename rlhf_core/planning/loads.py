@@ -13,13 +13,13 @@ evaluate
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base_models import base_of
+from rlhf_core.config.address import MODEL_PATH, base_of
 from rlhf_core.config.pipeline import TrainingStage
 from rlhf_core.config.placement import TRAINED, Group
 from rlhf_core.config.placement import plan as plan_placement
@@ -46,6 +46,9 @@ CONTEXT = {"cuda": 1.2 * GIB, "cpu": 0.8 * GIB}
 FRAGMENTATION = 1.05
 """Memory of CUDA's allocator relative to that of the tensors, after some were freed."""
 
+PPO: StageName = "ppo"
+EVALUATION: StageName = "evaluate"
+"""The loads of all `evaluating_stages` are listed under this one."""
 JUDGE = "language model"
 """Name of the load of a local language model that judges."""
 
@@ -89,14 +92,21 @@ class DeviceLoad:
 
 def evaluating_stages() -> list[StageName]:
     """Return the stages that sample with `evaluate.engines`. Their loads are those of `evaluate`."""
-    return [name for name, stage in STAGES.items() if stage.uses_engines and name != "ppo"]
+    return [name for name, stage in STAGES.items() if stage.uses_engines and name != PPO]
 
 
 def stages_on_evaluation_ranks(config: PipelineConfig) -> list[StageName]:
     """Return the stages that compute on `evaluate.ranks`. At its end, PPO loads the files of an adapter
     there.
     """
-    return evaluating_stages() if config.ppo.lora is None else [*evaluating_stages(), "ppo"]
+    return evaluating_stages() if config.ppo.lora is None else [*evaluating_stages(), PPO]
+
+
+def settings_stage(config: PipelineConfig, stage: StageName) -> str:
+    """Return the stage whose settings a stage trains with. A judge without settings of its own has those of
+    the reward model.
+    """
+    return stage if stage in config.training_sections else STAGES[stage].sections[0]
 
 
 def sequences_of_step(section: TrainingSection) -> int:
@@ -104,19 +114,27 @@ def sequences_of_step(section: TrainingSection) -> int:
     return section.batch_size if isinstance(section, SFTConfig) else 2 * section.batch_size
 
 
-def device_loads(config: PipelineConfig, shape: ModelShape, device: Device) -> tuple[DeviceLoad, ...]:
-    """Return the memory on each device in each phase of all stages."""
+def device_loads(
+    config: PipelineConfig,
+    shape: ModelShape,
+    device: Device,
+    stages: Collection[StageName] = tuple(STAGES),
+) -> tuple[DeviceLoad, ...]:
+    """Return the memory on each device in each phase of `stages`."""
     kind = "cpu" if device.is_cpu else "cuda"
     loads: list[DeviceLoad] = []
     for stage in config.training_sections:
-        loads += stage_loads(config, shape, stage, kind)
-    if config.ppo.enabled:
+        if stage in stages:
+            loads += stage_loads(config, shape, stage, kind)
+    if config.ppo.enabled and PPO in stages:
         loads += _ppo(config, shape, device, kind)
-    loads += _evaluate(config, shape, kind)
-    # A GPU of such an engine has the load of PPO's, if there is PPO.
-    if device.is_cpu or not config.ppo.enabled:
-        loads.append(_sampling(config, shape, device, kind))
-    return (*loads, *_judging(config, device))
+    if EVALUATION in stages:
+        loads += _evaluate(config, shape, kind)
+        # A GPU of such an engine has the load of PPO's, if there is PPO.
+        if device.is_cpu or not config.ppo.enabled:
+            loads.append(_sampling(config, shape, device, kind))
+        loads += _judging(config, device)
+    return tuple(loads)
 
 
 def largest_pass(config: PipelineConfig, stage: TrainingStage) -> ForwardPass:
@@ -211,7 +229,7 @@ def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -
         yield from group_loads(config, shape, group, kind, serving if shared else None)
     if not shared:
         devices = engine.count * engine.tensor_parallel
-        yield DeviceLoad("ppo", "engine", "rollout", devices, engine=serving, device=kind)
+        yield DeviceLoad(PPO, "engine", "rollout", devices, engine=serving, device=kind)
 
 
 def group_loads(
@@ -233,7 +251,7 @@ def group_loads(
         yield from _turn_loads(config, group, models, serving)
         return
     for phase, load in _phases(config, models, group.ranks).items():
-        yield DeviceLoad("ppo", what, phase, group.ranks, load, serving or NOTHING, kind, host)
+        yield DeviceLoad(PPO, what, phase, group.ranks, load, serving or NOTHING, kind, host)
 
 
 def _turn_loads(
@@ -250,10 +268,10 @@ def _turn_loads(
         host += serving.weights
     sleeping = asleep(engine)
     for phase, load in _phases(config, models, group.ranks).items():
-        yield DeviceLoad("ppo", what, phase, group.ranks, load, sleeping, host=host)
+        yield DeviceLoad(PPO, what, phase, group.ranks, load, sleeping, host=host)
     weights = sleeping + Bytes(weights=serving.weights)
-    yield DeviceLoad("ppo", what, "sync", group.ranks, state, weights, host=host)
-    yield DeviceLoad("ppo", what, "rollout", group.ranks, kept, serving, host=host)
+    yield DeviceLoad(PPO, what, "sync", group.ranks, state, weights, host=host)
+    yield DeviceLoad(PPO, what, "rollout", group.ranks, kept, serving, host=host)
 
 
 def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[DeviceLoad]:
@@ -276,9 +294,9 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
         model = Model(
             shape, deepspeed, trained=False, scores=scores, device=kind, head=config.model.head_dtype
         )
-        load = DeviceLoad("evaluate", what, "load", ranks, model.loading, device=kind)
+        load = DeviceLoad(EVALUATION, what, "load", ranks, model.loading, device=kind)
         scoring = model.state + model.scoring(batch)
-        loads_of_models.append((load, DeviceLoad("evaluate", what, "score", ranks, scoring, device=kind)))
+        loads_of_models.append((load, DeviceLoad(EVALUATION, what, "score", ranks, scoring, device=kind)))
     yield from max(loads_of_models, key=lambda loads: max(load.total for load in loads))
 
 
@@ -286,16 +304,18 @@ def _sampling(config: PipelineConfig, shape: ModelShape, device: Device, kind: s
     engine = config.ppo.engine
     memory = engine_memory(shape, engine, device, config.model.head_dtype)
     devices = config.evaluate.engines * engine.tensor_parallel
-    return DeviceLoad("evaluate", "engine", "sample", devices, engine=memory.bytes, device=kind)
+    return DeviceLoad(EVALUATION, "engine", "sample", devices, engine=memory.bytes, device=kind)
 
 
 def shape_of_stage(config: PipelineConfig, stage: StageName, shape: ModelShape) -> ModelShape:
     """Return the shape of the model of a stage. It is `shape`, that of the policy, except for a judge with
     another base model that can be read here.
     """
-    base = base_of(config, stage) if stage == "judge" else None
+    base = base_of(config, stage)
+    if base is None or base.field == MODEL_PATH:
+        return shape
     try:
-        return shape if base is None else shape_from_config(config_of_base(base, local_only=True))
+        return shape_from_config(config_of_base(base, local_only=True))
     except ModelError:
         return shape
 

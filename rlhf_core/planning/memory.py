@@ -177,7 +177,7 @@ class Model:
 
     @property
     def while_sampling(self) -> Bytes:
-        """State that stays on the device while engines sample there (`engines.host_states`)."""
+        """State that stays on the device while engines sample there (`engines.deepspeed.offload_states`)."""
         state = self.state
         if not self.trained or self.offloaded or not self.stage:
             return state

@@ -36,16 +36,14 @@ from typing import Any, Protocol
 
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.rpc import Pending
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.worker import ModelWorker
-from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_responses, reward_metrics
-from rlhf_core.ppo.sampling.schedule import rollouts_of
+from rlhf_core.ppo.sampling.schedule import RolloutCache, rollouts_of
 from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
@@ -77,8 +75,7 @@ class PPOController:
     """Runs the PPO loop with a started `Fleet`.
 
     Args:
-        config: The whole configuration.
-        fleet: All other processes.
+        fleet: All other processes. It has the settings of the stage.
         prompts: All prompts of the training split.
         decode: Converts token ids of a response to text.
         composer: Combines the sources of rewards.
@@ -90,7 +87,6 @@ class PPOController:
 
     def __init__(
         self,
-        config: PipelineConfig,
         fleet: Fleet,
         prompts: Sequence[PromptExample],
         decode: Callable[[Sequence[int]], str],
@@ -101,12 +97,13 @@ class PPOController:
         evaluation: PolicyEvaluation | None = None,
         own_advantages: OwnAdvantages | None = None,
     ) -> None:
-        self._ppo = ppo = config.ppo.model_copy(update={"pack": fleet.packs})
+        settings = fleet.settings
+        self._ppo = ppo = settings.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
         self._context = context
         self._own_advantages = own_advantages
-        seed = derive_seed(config.run.seed, "ppo")
+        seed = derive_seed(settings.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
         cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
         self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector, cache)
@@ -134,10 +131,10 @@ class PPOController:
         self.selection = Selection(ppo)
         """The evaluations so far, and the best version."""
         self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
-        self._utilisation = Utilisation(config, fleet)
+        self._utilisation = Utilisation(settings, fleet)
         self._steps_since_sync = StepsSinceSync()
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
-        self._advice = Advice(config.ppo, fleet.device)
+        self._advice = Advice(settings.ppo, fleet.device)
         self._checkpoint_seconds = 0.0
         """Duration of the last checkpoint, in seconds."""
         self._last_batch: RolloutBatch | None = None
@@ -223,8 +220,7 @@ class PPOController:
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
-        if batch.has_one_version:
-            self._record_score(experience.metrics, batch.version)
+        self._record_score(experience.metrics, batch.version)
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
@@ -306,18 +302,13 @@ class PPOController:
         return batch
 
     def score(self, batch: RolloutBatch) -> Experience:
-        """Compute the numbers of all models, the rewards, and the experience."""
-        return self._fleet.retry_after_restart(lambda: self._score(batch), "the scoring")
-
-    def _score(self, batch: RolloutBatch) -> Experience:
         """Compute rewards, log-probabilities and values of the batch, and the experience from them."""
         fleet, ppo = self._fleet, self._ppo
         # All models work at the same time: each call is started before the first one is waited for.
         old = fleet.logprobs("policy", batch, with_entropy=True)
         ref = fleet.logprobs("reference", batch, with_entropy=False)
         values = fleet.values(batch) if ppo.uses_critic else None
-        # Known if a restart of frozen models repeats the scoring: no service is asked twice.
-        if batch.rewards is None:
+        if batch.rewards is None:  # with filtering they are known
             scores = fleet.scores(batch).gather() if "reward" in fleet.groups else None
             with self._timed("rewards"):
                 batch.rewards = self._collector.rewards(batch, scores)
@@ -337,9 +328,6 @@ class PPOController:
         )
         if ppo.staleness:
             experience.metrics["rollout/staleness"] = float(self.completed_steps - batch.version)
-        if ppo.weight_sync.keep_requests:
-            experience.metrics["rollout/token_staleness"] = batch.token_staleness(self.completed_steps)
-            experience.metrics["rollout/mixed_versions"] = len(batch.spans) / len(batch)
         kl = experience.metrics["objective/kl"]
         experience.metrics.update(reward_metrics(ppo, batch, batch.rewards, kl))
         return experience
@@ -437,8 +425,6 @@ class PPOController:
                     "finished": bool(batch.finished_B[row]),
                 }
             )
-            if self._ppo.weight_sync.keep_requests:
-                rows[-1]["versions"] = json.dumps(batch.spans_of(row))
         self._context.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self) -> None:

@@ -31,9 +31,8 @@ from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.ppo.fleet.fleet import Fleet, Scattered
-from rlhf_core.ppo.fleet.routes import ObjectArguments, places_of, reindex
 from rlhf_core.ppo.fleet.worker import ModelWorker
-from rlhf_core.ppo.training.batch import Indices, RankShare, RolloutBatch
+from rlhf_core.ppo.training.batch import Indices, ObjectArguments, RankShare, RolloutBatch, places_of, reindex
 from rlhf_core.ppo.training.experience import (
     OwnAdvantages,
     ResponseSums,

@@ -6,46 +6,63 @@
                    | temporary, no answer      repeated with growing pauses, then `failed`
                    | final                     RewardError: no question would get a reply
 
-The kinds of status are those of `post.status_kind`. A refusal is also final if it is about a parameter that
-all requests have: models of OpenAI that reason take neither `max_tokens` nor `temperature` 0.
+The kinds of status are those of `rewards.post`. A refusal is also final if it is about a parameter that all
+requests have: models of OpenAI that reason take neither `max_tokens` nor `temperature` 0.
 
 After `_FAILED_IN_ROW` questions in a row that all retries could not help, the server counts as down, and the
-other questions are not asked. The address is checked as those of reward services are (`rewards.post`).
+other questions are not asked.
+
+Replies are kept on the disk by the digest of what was asked:
+
+    home/judge/<first two digits>/<sha256 of judge and question>.json
+
+A run that is interrupted asks nothing twice, and ends with the same verdicts and rewards even if the model
+would reply differently the second time. Of several runs that ask the same question at the same time, all use
+the first reply. The folder can be removed: the questions are then asked again.
 """
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import json
 import os
+import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import as_completed
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
-from tenacity import retry_if_exception_type
-
-from rlhf_core.config.language_model import ChatServiceConfig
+from rlhf_core.config.rewards import ChatServiceConfig
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.post import NoAnswer, Poster, request_group, retrying, status_fix, status_kind
-from rlhf_core.rewards.replies import ModelReply
+from rlhf_core.rewards.failures import Failure, Refused, call_with_retries
+from rlhf_core.rewards.post import Poster, fits_header, request_threads
+from rlhf_core.system.files import create_once, read_bounded, read_json, write_atomic
 
 _FAILED_IN_ROW = 3
+_MOST_RUBRIC_BYTES = 64 << 10
+_INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
+_AROUND = " \t#*_`.\"'()[]"
 
 T = TypeVar("T")
-Keep = Callable[[str, ModelReply], None]
-Failed = Callable[[str, str], None]
 
 
-class _NoReply(Exception):
-    """A question has no reply."""
+@dataclass(frozen=True)
+class ModelReply:
+    """Reply of a model to one question."""
 
-
-class _Passing(_NoReply):
-    """A failure that may pass, but not before `retry_after` seconds."""
-
-    def __init__(self, message: str, retry_after: float = 0.0) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    text: str
+    prompt_tokens: int
+    """0 if the server does not say it."""
+    completion_tokens: int
+    seconds: float
+    """Time that it took when it was asked."""
+    is_cut: bool = False
+    """Whether it ended at the limit of tokens. It is not used then."""
 
 
 def api_key(settings: ChatServiceConfig, field: str) -> str | None:
@@ -59,7 +76,7 @@ def api_key(settings: ChatServiceConfig, field: str) -> str | None:
     key = os.environ.get(settings.api_key_env, "").strip()
     if not key:
         raise ConfigError(f"{field}.api_key_env: {settings.api_key_env} is not set; set it, or leave it out")
-    if not (key.isascii() and key.isprintable()) or " " in key:
+    if not fits_header(key):
         raise ConfigError(
             f"{field}.api_key_env: {settings.api_key_env} must hold printable ASCII characters without blanks"
         )
@@ -70,8 +87,8 @@ def ask_service(
     field: str,
     settings: ChatServiceConfig,
     questions: Sequence[str],
-    keep: Keep,
-    failed: Failed | None = None,
+    keep: Callable[[str, ModelReply], None],
+    failed: Callable[[str, str], None] | None = None,
 ) -> None:
     """Ask all questions and call `keep(question, reply)` for each reply as it arrives.
 
@@ -84,10 +101,42 @@ def ask_service(
             raises RewardError.
 
     Raises:
-        RewardError: The address is forbidden, or the server answers with a status that no other question or
+        RewardError: The server answers with a status that no other question or
             try can change.
     """
-    asyncio.run(_ask_all(field, settings, questions, keep, failed))
+    url = f"{str(settings.url).rstrip('/')}/chat/completions"
+    lock = threading.Lock()
+    in_row = 0
+
+    def ask(question: str) -> None:
+        nonlocal in_row
+        if in_row >= _FAILED_IN_ROW and failed is not None:
+            failed(question, f"it was not asked, because {settings.url} gave others no answer")
+            return
+        try:
+            reply = call_with_retries(
+                field,
+                partial(_ask_once, poster, url, settings, question),
+                settings.retries + 1,
+                pause=settings.backoff,
+            )
+        except Failure as error:
+            if failed is None:
+                tries = "" if isinstance(error, Refused) else f", after {settings.retries + 1} tries"
+                raise RewardError(f"{field}: {error}{tries}") from error
+            with lock:
+                # A refused question does not count, because the server works.
+                in_row += not isinstance(error, Refused)
+                failed(question, str(error))
+            return
+        with lock:
+            in_row = 0
+            keep(question, reply)
+
+    poster = Poster(field, api_key(settings, field), "correct the key in api_key_env", "correct url or model")
+    with closing(poster), request_threads(settings.concurrency) as threads:
+        for asked in as_completed([threads.submit(ask, question) for question in questions]):
+            asked.result()
 
 
 def readings(
@@ -120,52 +169,7 @@ def readings(
     return found
 
 
-async def _ask_all(
-    field: str, settings: ChatServiceConfig, questions: Sequence[str], keep: Keep, failed: Failed | None
-) -> None:
-    """Ask the questions concurrently. `keep` gets each reply, and `failed` each question without one."""
-    poster = Poster(field, settings.allowed_hosts, api_key(settings, field), settings.api_key_env)
-    places = asyncio.Semaphore(settings.concurrency)
-    in_row = 0
-
-    async def ask(question: str) -> None:
-        nonlocal in_row
-        async with places:
-            # Tested after the wait for a place, because the server may have failed in the meantime.
-            if in_row >= _FAILED_IN_ROW and failed is not None:
-                failed(question, f"it was not asked, because {settings.url} gave others no answer")
-                return
-            try:
-                reply = await _ask(field, poster, settings, question)
-            except _NoReply as error:
-                if failed is None:
-                    raise RewardError(f"{field}: {error}") from error
-                # A refused question does not count, because the server works.
-                in_row += isinstance(error, _Passing)
-                failed(question, str(error))
-                return
-            in_row = 0
-            keep(question, reply)
-
-    try:
-        async with request_group() as group:
-            for question in questions:
-                group.create_task(ask(question))
-    finally:
-        await poster.close()
-
-
-async def _ask(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> ModelReply:
-    retry = retry_if_exception_type(_Passing)
-    try:
-        reply: ModelReply = await retrying(field, settings, retry)(_once, field, poster, settings, question)
-    except _Passing as error:
-        raise _Passing(f"{error}, after {settings.retries + 1} tries") from error
-    return reply
-
-
-async def _once(field: str, poster: Poster, settings: ChatServiceConfig, question: str) -> ModelReply:
-    url = f"{str(settings.url).rstrip('/')}/chat/completions"
+def _ask_once(poster: Poster, url: str, settings: ChatServiceConfig, question: str) -> ModelReply:
     request = {
         "model": settings.model,
         "messages": [{"role": "user", "content": question}],
@@ -174,21 +178,13 @@ async def _once(field: str, poster: Poster, settings: ChatServiceConfig, questio
     }
     began = time.monotonic()
     try:
-        status, body, pause = await poster.post(url, json.dumps(request).encode(), settings.timeout)
-    except NoAnswer as error:
-        raise _Passing(f"{url} {error}") from error
-    kind = status_kind(status)
-    if kind == "temporary":
-        raise _Passing(f"{url} answers with status {status}: {body[:200]!r}", pause)
-    if kind != "good":
-        problem = f"{url} answers with status {status}, which no further try can change: {body[:200]!r}"
-        of_parameter = kind == "refused" and _refuses_a_parameter(body)
-        if kind == "refused" and not of_parameter:
-            raise _NoReply(problem)
-        fix = status_fix(status, "correct the key in api_key_env", "correct url or model")
-        if of_parameter:
-            fix = "name a model that takes max_tokens and temperature 0"
-        raise RewardError(f"{field}: {problem}; {fix}")
+        body = poster.ask(url, request, settings.timeout)
+    except Refused as error:
+        if not _refuses_a_parameter(error.body):
+            raise
+        raise RewardError(
+            f"{poster.name}: {error}; name a model that takes max_tokens and temperature 0"
+        ) from error
     return _read(body, url, time.monotonic() - began)
 
 
@@ -211,9 +207,104 @@ def _read(body: bytes, url: str, seconds: float) -> ModelReply:
         tokens = [_count(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")]
         return ModelReply(str(text), tokens[0], tokens[1], seconds, is_cut)
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _Passing(f"{url} gave no chat completion: {body[:200]!r}") from error
+        raise Failure(f"{url} gave no chat completion: {body[:200]!r}") from error
 
 
 def _count(value: object) -> int:
     """Return a number of tokens; 0 if it is none. It is only shown, so an odd one is no failure."""
     return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0
+
+
+# -- replies and rubrics --
+
+
+def last_line(reply: str) -> tuple[str, str]:
+    """Return the label on the last line of a reply, up to its last colon, and the rest without decoration.
+
+    Only the last line counts, so that a text which the reply quotes decides nothing.
+    """
+    lines = _INVISIBLE.sub("", reply).strip().splitlines() or [""]
+    label, _, rest = lines[-1].rpartition(":")
+    return label, rest.strip(_AROUND)
+
+
+class Replies:
+    """Reads and writes replies.
+
+    Args:
+        folder: Local folder. It is created with the first reply. None: nothing is kept.
+        judge: Digest of the judge.
+    """
+
+    def __init__(self, folder: Path | None, judge: str) -> None:
+        self._folder = folder
+        self._judge = judge
+
+    def find(self, question: str) -> ModelReply | None:
+        """Return the reply to a question that was asked before. None if there is none, or it is damaged."""
+        file = self._file(question)
+        content = None if file is None else read_json(file)
+        try:
+            return None if content is None else ModelReply(**content)
+        except TypeError:
+            return None
+
+    def find_all(self, questions: Sequence[str]) -> tuple[dict[str, ModelReply], list[str]]:
+        """Return the kept replies by question, and the questions without one, each once."""
+        replies: dict[str, ModelReply] = {}
+        missing = []
+        for question in dict.fromkeys(questions):
+            reply = self.find(question)
+            if reply is None:
+                missing.append(question)
+            else:
+                replies[question] = reply
+        return replies, missing
+
+    def keep(self, question: str, reply: ModelReply) -> ModelReply:
+        """Write a reply, unless another run has kept one since, and return the one that is kept."""
+        file = self._file(question)
+        if file is None:
+            return reply
+        content = json.dumps(asdict(reply)) + "\n"
+        if not create_once(file, content.encode(), private=True):
+            kept = self.find(question)
+            if kept is not None:
+                return kept
+            write_atomic(file, content, private=True)  # the kept one is damaged
+        return reply
+
+    def forget(self, question: str) -> None:
+        """Remove the reply to a question, so that it is asked again."""
+        file = self._file(question)
+        if file is not None:
+            file.unlink(missing_ok=True)
+
+    def _file(self, question: str) -> Path | None:
+        if self._folder is None:
+            return None
+        digest = hashlib.sha256(json.dumps([self._judge, question]).encode()).hexdigest()
+        return self._folder / digest[:2] / f"{digest}.json"
+
+
+def read_rubric(path: str, field: str, digest: str | None = None) -> str:
+    """Return the content of a rubric without surrounding blanks.
+
+    Args:
+        path: A UTF-8 text file of at most 64 KiB.
+        field: Its name in messages.
+        digest: sha256 of the file at the beginning of the run. None: any file.
+
+    Raises:
+        ConfigError: It cannot be read, is empty, or was changed.
+    """
+    try:
+        content = read_bounded(path, _MOST_RUBRIC_BYTES)
+        text = content.decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{field}: cannot be read: {error}; give a UTF-8 text file") from error
+    if not text:
+        raise ConfigError(f"{field}: {path} is empty; say what makes an answer better, or leave it out")
+    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+        raise ConfigError(f"{field}: {path} was changed after the run began; run again")
+    return text

@@ -13,32 +13,27 @@ source and the score are NaN.
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from rlhf_core.config.rewards import (
     AnyReward,
     ExternalReward,
-    FormatReward,
     LanguageModelReward,
     ModelReward,
     PythonReward,
     RemoteReward,
 )
-from rlhf_core.errors import RewardError
-from rlhf_core.rewards.failures import resolve_failures
+from rlhf_core.rewards.failures import Outcome, resolve_failures
 from rlhf_core.rewards.language_model import LanguageModelGrades
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
-from rlhf_core.rewards.rules import check_pattern, evaluate_rule
+from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput, Rollout
-
-log = logging.getLogger(__name__)
 
 EPS = 1e-8
 
@@ -133,7 +128,7 @@ class RewardBatch:
 class RewardComposer:
     """Scores batches with the sources of `ppo.rewards`. Holds processes and connections: `close` it.
 
-    Raises `ConfigError` at construction for a function, pattern or host that cannot be used.
+    Raises `ConfigError` at construction for a function or host that cannot be used.
     """
 
     def __init__(
@@ -157,9 +152,7 @@ class RewardComposer:
             for source in sources:
                 name = source_name(source)
                 digest = None if digests is None else digests.get(name)
-                if isinstance(source, FormatReward):
-                    check_pattern(source)
-                elif isinstance(source, PythonReward):
+                if isinstance(source, PythonReward):
                     self._external[name] = PythonFunction(source, digest)
                 elif isinstance(source, RemoteReward):
                     self._external[name] = RemoteService(source)
@@ -174,9 +167,8 @@ class RewardComposer:
         """Return the scores of a batch.
 
         `model_scores` are the (n,) scores of the reward model, normalised by its stored statistics; None
-        without one. A score of it that is not finite is masked (NaN), with a warning. Raises `RewardError`
-        for missing model scores, failures that `on_error` does not mask, and a rule's value that is not
-        finite.
+        without one. A value of it or of a rule that is not finite, such as an overflow in half precision, is
+        masked (NaN), with a warning. Raises `RewardError` for failures that `on_error` does not mask.
         """
         usage: dict[str, dict[str, float]] = {}
         by_source = {
@@ -210,22 +202,19 @@ class RewardComposer:
     ) -> list[float]:
         """Return the (n,) raw values of a source, and write what they cost to `usage`."""
         name = source_name(source)
+        on_error: Literal["abort", "mask"] = "mask"
         if isinstance(source, ExternalReward):
-            on_error = source.on_error if source.weight else "mask"  # a source of weight 0 is only measured
             outcome = self._external[name](batch)
             if outcome.usage:
                 usage[name] = outcome.usage
-            return resolve_failures(name, on_error, outcome, batch)
-        if isinstance(source, ModelReward):
-            return _model_values(name, model_scores, batch)
-        values = [evaluate_rule(source, sample) for sample in batch]
-        for value, sample in zip(values, batch, strict=True):
-            if not math.isfinite(value):
-                raise RewardError(
-                    f"reward {name}: the value for prompt {sample.prompt_id} is {value}, but it must be"
-                    " finite"
-                )
-        return values
+            if source.weight:  # a source of weight 0 is only measured
+                on_error = source.on_error
+        elif isinstance(source, ModelReward):
+            assert model_scores is not None and len(model_scores) == len(batch)
+            outcome = Outcome.of([float(value) for value in model_scores])
+        else:
+            outcome = Outcome.of([evaluate_rule(source, sample) for sample in batch])
+        return resolve_failures(name, on_error, outcome, batch)
 
 
 def code_digests(sources: tuple[AnyReward, ...], digests: Mapping[str, str]) -> dict[str, str]:
@@ -304,27 +293,3 @@ def normalize(values: Sequence[float]) -> list[float]:
     mean = math.fsum(present) / len(present)
     std = statistics.pstdev(present)
     return [(value - mean) / (std + EPS) for value in values]
-
-
-def _model_values(
-    name: str, model_scores: Sequence[float] | None, batch: Sequence[RewardInput]
-) -> list[float]:
-    """Return the scores of the reward model, with NaN in place of each that is not finite, such as an
-    overflow in half precision. Raises RewardError unless there is one for each response.
-    """
-    if model_scores is None:
-        raise RewardError(f"reward {name}: no reward-model scores were given for {len(batch)} responses")
-    values = [float(value) for value in model_scores]
-    if len(values) != len(batch):
-        raise RewardError(f"reward {name}: {len(values)} values came back for {len(batch)} responses")
-    # The samples are not read if all scores are finite: in training, this would fetch every response.
-    not_finite = [i for i, value in enumerate(values) if not math.isfinite(value)]
-    if not_finite:
-        log.warning(
-            "reward %s: %d of %d scores are not finite and masked, first for prompt %s",
-            name,
-            len(not_finite),
-            len(batch),
-            batch[not_finite[0]].prompt_id,
-        )
-    return [value if math.isfinite(value) else math.nan for value in values]

@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import logging
 import math
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, retry_if_result, stop_after_attempt
+from typing import Literal, TypeVar
 
 from rlhf_core.errors import RewardError
 from rlhf_core.types import RewardInput
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_random = random.SystemRandom()
+"""Without a state: the number of failures must not change what a run draws from `random`."""
 
 _MAX_BAD_SAMPLES = 3
 """Approximate number of bad samples that the search finds in one batch. If there are more, all samples of the
@@ -35,18 +40,24 @@ _LARGEST = 3.4028234663852886e38
 
 
 class Failure(Exception):
-    """A batch got no values.
+    """A call got no values.
 
-    `searchable` means that single samples may be the cause, so smaller parts may work.
+    `searchable` means that single samples may be the cause, so smaller parts may work. A retry waits for at
+    least `retry_after` seconds.
     """
 
-    def __init__(self, message: str, *, searchable: bool = True) -> None:
+    def __init__(self, message: str, *, searchable: bool = True, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.searchable = searchable
+        self.retry_after = retry_after
 
 
 class Refused(Failure):
-    """The batch was understood and refused. A retry cannot help, but a part of the batch may work."""
+    """The call was understood and refused. A retry cannot help, but a part of the batch may work."""
+
+    def __init__(self, message: str, body: bytes = b"") -> None:
+        super().__init__(message)
+        self.body = body
 
 
 @dataclass(frozen=True)
@@ -73,16 +84,68 @@ class Outcome:
         return Outcome(finite, reasons)
 
     @staticmethod
-    def failed(count: int, reason: str) -> Outcome:
-        """Return the outcome without any value for `count` samples."""
-        return Outcome([math.nan] * count, dict.fromkeys(range(count), reason))
+    def joined(parts: Sequence[Outcome]) -> Outcome:
+        """Return the outcome of a batch from those of its parts, in order."""
+        values: list[float] = []
+        reasons: dict[int, str] = {}
+        for part in parts:
+            reasons |= {len(values) + index: reason for index, reason in part.reasons.items()}
+            values += part.values
+        return Outcome(values, reasons)
 
 
 Call = Callable[[Sequence[RewardInput]], Outcome]
 """Scores a batch; raises `Failure`."""
 
 
-def score_with_retries(name: str, call: Call, samples: Sequence[RewardInput], attempts: int) -> Outcome:
+def call_with_retries(
+    name: str,
+    call: Callable[[], T],
+    attempts: int,
+    *,
+    pause: float = 0.0,
+    is_incomplete: Callable[[T], bool] = lambda _: False,
+) -> T:
+    """Call until a result is complete, at most `attempts` times, and return the last result or raise its
+    `Failure`. What is `Refused` is not repeated.
+
+    Args:
+        name: Begins the log line of a failed attempt.
+        call: Is called without arguments.
+        attempts: Maximum number of calls.
+        pause: Seconds before the first retry, doubled for each further one, times a random factor.
+        is_incomplete: Whether a result is worth another attempt.
+    """
+    attempt = 1
+    while True:
+        retry_after = 0.0
+        try:
+            result = call()
+        except Refused:
+            raise
+        except Failure as failure:
+            log.warning("%s: try %d of %d failed: %s", name, attempt, attempts, failure)
+            if attempt == attempts:
+                raise
+            retry_after = failure.retry_after
+        else:
+            if attempt == attempts or not is_incomplete(result):
+                return result
+        # Clients that failed together must not retry together.
+        wait = pause * 2.0 ** min(attempt - 1, 60) * _random.uniform(0.5, 1.5)
+        time.sleep(max(wait, retry_after))
+        attempt += 1
+
+
+def score_with_retries(
+    name: str,
+    call: Call,
+    samples: Sequence[RewardInput],
+    attempts: int,
+    *,
+    pause: float = 0.0,
+    search: Call | None = None,
+) -> Outcome:
     """Call with the whole batch until every value is finite, and return the last answer. If there is none,
     search for bad samples.
 
@@ -91,13 +154,9 @@ def score_with_retries(name: str, call: Call, samples: Sequence[RewardInput], at
         call: Scores a batch.
         samples: The batch.
         attempts: Maximum number of calls with the whole batch.
+        pause: As in `call_with_retries`.
+        search: Is called in the search instead of `call`.
     """
-    retrying = Retrying(
-        retry=retry_if_exception_type(Failure) | retry_if_result(has_missing_values),
-        stop=stop_after_attempt(attempts),
-        after=lambda state: log_failure(f"reward {name}", state, attempts),
-        retry_error_callback=last_result,
-    )
     answers: list[Outcome] = []
 
     def attempt() -> Outcome:
@@ -105,29 +164,12 @@ def score_with_retries(name: str, call: Call, samples: Sequence[RewardInput], at
         return answers[-1]
 
     try:
-        return retrying(attempt)
+        return call_with_retries(
+            f"reward {name}", attempt, attempts, pause=pause, is_incomplete=lambda found: bool(found.reasons)
+        )
     except Failure as failure:
         # An earlier try may have had values, of which some were missing.
-        return answers[-1] if answers else isolate(call, samples, failure)
-
-
-def has_missing_values(outcome: Outcome) -> bool:
-    """Return whether a value is missing."""
-    return bool(outcome.reasons)
-
-
-def log_failure(name: str, state: RetryCallState, attempts: int) -> None:
-    """Log an attempt that raised. `name` begins the line."""
-    assert state.outcome is not None
-    if state.outcome.failed:
-        error = state.outcome.exception()
-        log.warning("%s: try %d of %d failed: %s", name, state.attempt_number, attempts, error)
-
-
-def last_result(state: RetryCallState) -> Any:
-    """Return the result of the last attempt, or raise its error."""
-    assert state.outcome is not None
-    return state.outcome.result()
+        return answers[-1] if answers else isolate(search or call, samples, failure)
 
 
 def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Outcome:
@@ -161,11 +203,11 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
         try:
             outcome = call([samples[i] for i in rest])
         except Failure as failed:
-            outcome = Outcome.failed(len(rest), str(failed))
-        for index, value in zip(rest, outcome.values, strict=True):
-            values[index] = value
-        for position, reason in outcome.reasons.items():
-            reasons[rest[position]] = reason
+            reasons |= dict.fromkeys(rest, str(failed))
+        else:
+            for position, index in enumerate(rest):
+                values[index] = outcome.values[position]
+            reasons |= {rest[position]: reason for position, reason in outcome.reasons.items()}
     return Outcome(values, dict(sorted(reasons.items())))
 
 

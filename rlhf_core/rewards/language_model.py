@@ -2,10 +2,10 @@
 
     prompt, response -> question -> kept before? -> server -> whole number from 1 to `scale` -> 0 to 1
 
-Equal questions are asked once. Replies are kept (`rewards.replies`), so that an attempt that is interrupted
-continues with the same rewards. A reply whose last line is no such number is asked for once more; if that
-does not help, the response has no value, as if the server had refused it. With `on_error: abort` both replies
-are removed then, so that a retry asks again.
+Equal questions are asked once. Replies are kept (`rewards.chat_service`), so that an attempt that is
+interrupted continues with the same rewards. A reply whose last line is no such number is asked for once more;
+if that does not help, the response has no value, as if the server had refused it. With `on_error: abort` both
+replies are removed then, so that a retry asks again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.config.rewards import LanguageModelReward
-from rlhf_core.rewards.chat_service import api_key, ask_service, readings
+from rlhf_core.rewards.chat_service import (
+    ModelReply,
+    Replies,
+    api_key,
+    ask_service,
+    last_line,
+    read_rubric,
+    readings,
+)
 from rlhf_core.rewards.failures import Outcome
-from rlhf_core.rewards.replies import ModelReply, Replies, last_line
-from rlhf_core.rewards.rubric import read_rubric
 from rlhf_core.types import RewardInput
 
 FORM = 1
@@ -73,7 +79,7 @@ class LanguageModelGrades:
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
         """Grade (n,) samples.
 
-        Raises `RewardError` if no retry can help: a forbidden address, a wrong key or model.
+        Raises `RewardError` if no retry can help: a wrong key or model.
         """
         again = _AGAIN.format(scale=self._source.scale)
         questions = [self._question(sample) for sample in samples]

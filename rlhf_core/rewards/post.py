@@ -1,35 +1,33 @@
-"""POST requests to hosts of an allow-list, for reward services and judges.
+"""POST requests of JSON to reward services and judges, and the token of reward services.
 
-The addresses of the host are resolved and checked against the list for each request, and only those are
-connected to. Redirects and proxies of the environment are not used. A token is not sent in clear text to a
-public address.
+Redirects are not followed, and proxies of the environment are not used. `rewards.check` compares the
+addresses of the host with `allowed_hosts` before the start.
 
-status of the answer                          `status_kind`
-200                                           good
-400, 413, 422                                 refused      because of the content of this request
-408, 409, 425, 429, 5xx                       temporary    a later try may succeed
-any other                                     final        no request would get an answer
+status of the answer                          what `Poster.ask` does
+200                                           returns the body
+400, 413, 422                                 Refused        because of the content of this request
+408, 409, 425, 429, 5xx                       Failure        a later try may succeed
+any other                                     RewardError    no request would get an answer
 """
 
 from __future__ import annotations
 
-import asyncio
-import socket
+import json
+import os
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Literal, NamedTuple
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import httpx
-from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt
-from tenacity.retry import retry_base
 
-from rlhf_core.config.allowed_hosts import forbidden, host_of, is_public
-from rlhf_core.config.language_model import ChatServiceConfig
-from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.errors import RewardError
-from rlhf_core.rewards.failures import last_result, log_failure
-from rlhf_core.system.waiting import backoff
+from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.failures import Failure, Refused
+
+TOKEN_VARIABLE = "RLHF_REWARD_TOKEN"
+_MIN_CHARACTERS = 16
 
 MAX_ANSWER_BYTES = 4 << 20
 _REFUSED = {400, 413, 422}
@@ -38,201 +36,126 @@ _LONGEST_PAUSE = 120.0
 """Longest pause, in seconds, that the header Retry-After can request."""
 
 
-Resolve = Callable[..., Sequence[tuple[Any, ...]]]
-"""Returns the addresses of a host, as `socket.getaddrinfo` does."""
+def reward_token(*, guards: bool = False) -> str | None:
+    """Return the value of `TOKEN_VARIABLE` without surrounding blanks and line breaks, or None if it is empty
+    or not set.
 
-
-class Answer(NamedTuple):
-    """An answer to a request."""
-
-    status: int
-    body: bytes
-    retry_after: float
-    """Seconds before which another request should not be sent."""
-
-
-class NoAnswer(Exception):
-    """A request got no answer. The message continues a sentence that begins with the server."""
-
-
-def status_kind(status: int) -> Literal["good", "refused", "temporary", "final"]:
-    """Return what a status means for the request."""
-    if status == 200:
-        return "good"
-    if status in _REFUSED:
-        return "refused"
-    return "temporary" if status in _TEMPORARY or status >= 500 else "final"
-
-
-def status_fix(status: int, credentials: str, otherwise: str) -> str:
-    """Return what the user can do about a final status.
-
-    Args:
-        status: HTTP status of the answer.
-        credentials: The fix for a missing or wrong token.
-        otherwise: The fix for a status without one of its own.
+    Raises a `ConfigError` that does not contain the value if it cannot be sent in an HTTP header. If `guards`
+    is true, the token is the only protection of a service, and a short token is refused because it could be
+    guessed.
     """
-    if status in (401, 403):
-        return credentials
-    if 300 <= status < 400:
-        return "give its final address: redirects are not followed"
-    return "it must take application/json" if status == 415 else otherwise
+    value = os.environ.get(TOKEN_VARIABLE) or None
+    if value is None:
+        return None
+    token = value.strip()
+    if not token:
+        raise ConfigError(f"{TOKEN_VARIABLE} must not be blank; give a token, or unset it")
+    if not fits_header(token):
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} must be printable ASCII characters without blanks; its {len(token)} characters"
+            " hold others; make one by `openssl rand -hex 24`"
+        )
+    if guards and len(token) < _MIN_CHARACTERS:
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} must have at least {_MIN_CHARACTERS} characters to protect a service; got"
+            f" {len(token)}; make one by `openssl rand -hex 24`"
+        )
+    return token
 
 
-def retrying(name: str, settings: RemoteReward | ChatServiceConfig, retry: retry_base) -> AsyncRetrying:
-    """Return the retries of a request, with growing pauses. The last attempt's result or error is theirs.
-
-    `name` begins the log line of a failed attempt. A pause is at least the attribute `retry_after` of the
-    error, if it has one.
-    """
-    attempts = settings.retries + 1
-    pause = backoff(settings.backoff, jitter=(0.5, 1.5))
-
-    def wait(state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        return max(pause(state), getattr(error, "retry_after", 0.0))
-
-    return AsyncRetrying(
-        retry=retry,
-        wait=wait,
-        stop=stop_after_attempt(attempts),
-        after=lambda state: log_failure(name, state, attempts),
-        retry_error_callback=last_result,
-    )
+def fits_header(token: str) -> bool:
+    """Return whether a token can be sent in an HTTP header."""
+    return token.isascii() and token.isprintable() and " " not in token
 
 
-@asynccontextmanager
-async def request_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a task group that raises the first RewardError of its tasks, not a group of errors."""
+@contextmanager
+def request_threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Return threads for requests. After an error, requests that have not begun are not sent."""
+    threads = ThreadPoolExecutor(count)
     try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except* RewardError as errors:
-        raise errors.exceptions[0] from None
+        yield threads
+    finally:
+        # Without waiting: after an error, others may be in the pause before their next try.
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Poster:
-    """Sends requests in one event loop. Call `close` at the end.
+    """Sends requests from any number of threads. Call `close` at the end.
 
     Args:
         name: Who asks, for messages.
-        allowed_hosts: Hosts, addresses and networks that may be connected to.
         token: Is sent in the header `Authorization`; None for none.
-        token_variable: The environment variable that has the token, for messages.
-        resolve: Finds the addresses of a host.
+        token_fix: What the user does about a missing or wrong token.
+        other_fix: What the user does about a status without a fix of its own.
     """
 
-    def __init__(
-        self,
-        name: str,
-        allowed_hosts: Sequence[str],
-        token: str | None,
-        token_variable: str | None,
-        resolve: Resolve = socket.getaddrinfo,
-    ) -> None:
-        self._name = name
-        self._allowed_hosts = allowed_hosts
-        self._token = token
-        self._token_variable = token_variable
-        self._resolve = resolve
-        # Reads SSL_CERT_FILE. The default of httpx does not if `trust_env` is false.
-        self._tls = ssl.create_default_context()
-        self._clients: dict[str, httpx.AsyncClient] = {}
-        """One for each host. A client keeps connections by address, and would use one whose certificate was
-        checked against another host of this address.
-        """
-        self.is_closed = False
+    def __init__(self, name: str, token: str | None, token_fix: str, other_fix: str) -> None:
+        self.name, self._token_fix, self._other_fix = name, token_fix, other_fix
+        # Not compressed: `iter_raw` below, whose bytes are counted, does not decompress.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        self._client = httpx.Client(
+            headers=headers,
+            # The callers limit the number of requests. By default, httpx lets those above 100 wait.
+            limits=httpx.Limits(max_connections=None),
+            # Reads SSL_CERT_FILE. The default of httpx does not if `trust_env` is false.
+            verify=ssl.create_default_context(),
+            trust_env=False,
+        )
 
-    async def close(self) -> None:
-        """Close the connections."""
-        self.is_closed = True
-        for client in self._clients.values():
-            await client.aclose()
+    def close(self) -> None:
+        """Close the connections. A request of another thread fails, and is not repeated."""
+        self._client.close()
 
-    async def post(self, url: str, body: bytes, seconds: float) -> Answer:
-        """Return the answer.
+    def ask(self, url: str, request: dict[str, Any], seconds: float) -> bytes:
+        """Return the body of the answer.
 
         Raises:
-            RewardError: The address is forbidden, or the token would be sent in clear text.
-            NoAnswer: There is no answer within `seconds`, the name of the host cannot be resolved, none of
-                its addresses answers, or the answer is too long.
+            Failure: There is no answer within `seconds`, or one whose status may pass.
+            RewardError: The status is that of every request.
         """
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._post(url, body)
-        except TimeoutError:
-            # This clause must come before that of OSError, of which TimeoutError is a subclass.
-            raise NoAnswer(f"gave no answer within {seconds:g} s") from None
-        except (httpx.HTTPError, OSError) as error:
-            raise NoAnswer(f"cannot be reached: {str(error) or type(error).__name__}") from error
-
-    async def _post(self, url: str, body: bytes) -> Answer:
-        addresses = await self._addresses(url)
-        for address in addresses[:-1]:
-            try:
-                return await self._post_to(address, url, body)
-            except httpx.ConnectError:
-                # No request was sent yet. After another error the host may have received it.
-                continue
-        return await self._post_to(addresses[-1], url, body)
-
-    async def _addresses(self, url: str) -> list[str]:
-        """Return the addresses of the url's host. Raises `RewardError` if one of them is forbidden."""
-        host, whole = host_of(url), httpx.URL(url)
-        resolved = await asyncio.to_thread(self._resolve, host, whole.port, type=socket.SOCK_STREAM)
-        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in resolved))
-        if address := forbidden(host, addresses, self._allowed_hosts):
-            raise RewardError(
-                f"{self._name}: {host} leads to {address}, which is a private address; if that is"
-                " meant, add the address or its network to allowed_hosts"
-            )
-        if self._token and whole.scheme == "http" and any(map(is_public, addresses)):
-            raise RewardError(
-                f"{self._name}: {self._token_variable} must not travel in clear text to {host}, a public"
-                " address; use https"
-            )
-        return addresses
-
-    async def _post_to(self, address: str, url: str, body: bytes) -> Answer:
-        """Return the answer from this address; the certificate is checked against the url's host."""
-        whole = httpx.URL(url)
-        headers = {
-            "Host": whole.netloc.decode(),
-            "Content-Type": "application/json",
-            # Not compressed: `aiter_raw` below, whose bytes are counted, does not decompress.
-            "Accept-Encoding": "identity",
-        }
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        client = self._client_of(whole.host)
-        request = client.build_request(
-            "POST",
-            whole.copy_with(host=address),
-            content=body,
-            headers=headers,
-            extensions={"sni_hostname": whole.host},
+        status, body, pause = self._post(url, json.dumps(request).encode(), seconds)
+        answer = f"{url} answers with status {status}"
+        if status == 200:
+            return body
+        if status in _REFUSED:
+            raise Refused(f"{answer}: {body[:200]!r}", body=body)
+        if status in _TEMPORARY or status >= 500:
+            # A sample can cause a 500. Other statuses, such as 429 and 503, mean that the service is
+            # overloaded or down.
+            raise Failure(f"{answer}: {body[:200]!r}", searchable=status == 500, retry_after=pause)
+        raise RewardError(
+            f"{self.name}: {answer}, which no further try can change: {body[:200]!r}; {self._fix(status)}"
         )
-        response = await client.send(request, stream=True)
-        try:
-            answer = b""
-            async for piece in response.aiter_raw():
-                answer += piece
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise httpx.RemoteProtocolError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
-            return Answer(response.status_code, answer, _pause(response.headers.get("Retry-After", "")))
-        finally:
-            await response.aclose()
 
-    def _client_of(self, host: str) -> httpx.AsyncClient:
-        if host not in self._clients:
-            self._clients[host] = httpx.AsyncClient(
-                timeout=None,  # the caller limits the whole request
-                # The callers limit the number of requests. By default, httpx lets those above 100 wait.
-                limits=httpx.Limits(max_connections=None),
-                verify=self._tls,
-                trust_env=False,
-            )
-        return self._clients[host]
+    def _fix(self, status: int) -> str:
+        """Return what the user can do about a status that every request would get."""
+        if status in (401, 403):
+            return self._token_fix
+        if 300 <= status < 400:
+            return "give its final address: redirects are not followed"
+        return "it must take application/json" if status == 415 else self._other_fix
+
+    def _post(self, url: str, body: bytes, seconds: float) -> tuple[int, bytes, float]:
+        """Return status and body of the answer, and the seconds of its header Retry-After."""
+        deadline = time.monotonic() + seconds
+        answer = b""
+        try:
+            with self._client.stream("POST", url, content=body, timeout=seconds) as response:
+                for piece in response.iter_raw():
+                    answer += piece
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        raise httpx.ReadError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+                    # The limit of httpx is that of one read: a slow network may deliver a byte in each.
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout("")
+                return response.status_code, answer, _pause(response.headers.get("Retry-After", ""))
+        except httpx.TimeoutException:
+            raise Failure(f"{url} gave no answer within {seconds:g} s", searchable=False) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            problem = str(error) or type(error).__name__
+            raise Failure(f"{url} cannot be reached: {problem}", searchable=False) from error
 
 
 def _pause(header: str) -> float:

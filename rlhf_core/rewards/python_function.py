@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -83,7 +82,6 @@ class PythonFunction:
         self._name = source.used_name
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._buffer = b""
         self._code = read_code(source, f"ppo.rewards.{self._name}", digest)
         self._start()
 
@@ -94,12 +92,10 @@ class PythonFunction:
 
     def close(self) -> None:
         """End the process; a second call does nothing."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
         if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
+            assert self._channel is not None
+            self._channel.close()  # the process ends then
+            self._exit_status()
             # Also if the process has ended, because those that the function started may still run.
             self._kill()
 
@@ -132,7 +128,7 @@ class PythonFunction:
         )
         # The worker has the only copy of its end now, so that `recv` returns when the worker ends.
         theirs.close()
-        self._channel, self._buffer = ours, b""
+        self._channel = ours
         try:
             code = None if self._code is None else base64.b64encode(self._code).decode()
             reply = self._exchange({"code": code}, max(START_SECONDS, source.timeout))
@@ -156,18 +152,17 @@ class PythonFunction:
         """
         assert self._channel is not None
         deadline = time.monotonic() + seconds
-        number = secrets.token_hex(8)
-        line = json.dumps({"id": number, **request}, default=_plain).encode() + b"\n"
+        line = b""
         try:
             self._channel.settimeout(seconds)
-            self._channel.sendall(line)
-            while b"\n" not in self._buffer:
+            self._channel.sendall(json.dumps(request).encode() + b"\n")
+            while not line.endswith(b"\n"):
                 # Not 0: the socket would not block, and `recv` would raise BlockingIOError.
                 self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
                 part = self._channel.recv(1 << 16)
                 if not part:
-                    raise Failure(f"its process ended{self._exit_status()}")
-                self._buffer += part
+                    raise ConnectionError("closed")
+                line += part
         except TimeoutError:
             # This clause must come before that of OSError, of which TimeoutError is a subclass.
             self._kill()
@@ -179,41 +174,21 @@ class PythonFunction:
             status = self._exit_status()
             self._kill()
             raise Failure(f"its process ended{status} ({error})") from error
-        except Failure:
-            self._kill()
-            raise
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            reply = None
-        # The function can write to the socket as well. Its lines have no valid id, or follow the reply.
-        if not isinstance(reply, dict) or reply.pop("id", None) != number or self._buffer:
-            self._kill()
-            raise Failure(f"its process wrote {line[:40]!r}, which is not a valid reply")
+        reply: dict[str, Any] = json.loads(line)
         return reply
 
     def _exit_status(self) -> str:
+        """Wait until the process ends, for a short time, and return its status for a message."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             return f" with exit status {self._process.wait(_STOP_SECONDS)}"
         return ""
 
     def _kill(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        if self._process is not None:
-            # The worker has a session of its own, so this ends it and the processes of the user's function
-            # only.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-
-def _plain(value: Any) -> Any:
-    """Convert NumPy scalars and arrays in `meta` for JSON."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"RewardInput.meta holds a {type(value).__name__}, which is not JSON")
+        assert self._channel is not None and self._process is not None
+        self._channel.close()
+        # The worker has a session of its own, so this ends it and the processes of the user's function only.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._channel = self._process = None

@@ -2,15 +2,14 @@
 imports it.
 
     parent                                      worker
-    {"id": "...", "code": "..." or null}   ->   load the function
-                                           <-   {"id": "...", "ready": true} or {..., "refused": "..."}
-    {"id": "...", "samples": [...]}        ->   call it
-                                           <-   {"id": "...", "values": [...]} or {..., "error": "..."}
+    {"code": "..." or null}                ->   load the function
+                                           <-   {"ready": true} or {"refused": "..."}
+    {"samples": [...]}                     ->   call it
+                                           <-   {"values": [...]} or {"error": "..."}
 
-Messages are JSON objects, one per line, over an inherited socket. Output of the function goes to the log and
-cannot interfere with replies. A reply contains the random `id` of its request. `code` is the source of the
-module as the run first read it (base64); the current content of the file is not used. The first reply states
-whether the function could be loaded. The process ends when the parent closes the socket or ends.
+Messages are JSON objects, one per line, over an inherited socket. Output of the function goes to the log.
+`code` is the source of the module as the run first read it (base64); the current content of the file is not
+used. The process ends when the parent closes the socket or ends.
 """
 
 from __future__ import annotations
@@ -40,27 +39,23 @@ def load_function(
 ) -> Callable[[list[RewardInput]], Any]:
     """Return the callable named `package.module:function`, or the function of that name in `file`.
 
-    If `code` is given, this source is executed instead of the file. Raises any exception of the import.
+    `code` is the source of the file or module; None for a module that is not a Python file. Raises any
+    exception of the import.
     """
     module_name, _, name = function.partition(":")
-    if file is None and code is None:
+    if code is None:
         module = importlib.import_module(module_name)
     else:
-        own = "rlhf_user_reward" if file is not None else module_name
-        spec = (
-            importlib.util.spec_from_file_location(own, file)
-            if file is not None
-            else importlib.util.find_spec(own)
-        )
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{file or own} is not a Python file")
+        own = module_name if file is None else "rlhf_user_reward"
+        if file is None:
+            spec = importlib.util.find_spec(own)
+        else:
+            spec = importlib.util.spec_from_file_location(own, file)
+        assert spec is not None, "the parent has read its source"
         module = importlib.util.module_from_spec(spec)
         # Before the code is executed, as in an import. Dataclasses, for example, look up their module there.
         sys.modules[own] = module
-        if code is None:
-            spec.loader.exec_module(module)
-        else:
-            exec(compile(code, str(spec.origin), "exec"), module.__dict__)
+        exec(compile(code, str(spec.origin), "exec"), module.__dict__)
     loaded = getattr(module, name, None)
     if not callable(loaded):
         raise AttributeError(f"{file or module_name} has no function {name}")
@@ -90,9 +85,9 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
     try:
         call = load_function(function, file, code)
     except Exception as error:
-        _send(channel, {"id": start["id"], "refused": f"{type(error).__name__}: {error}"})
+        _send(channel, {"refused": f"{type(error).__name__}: {error}"})
         return
-    _send(channel, {"id": start["id"], "ready": True})
+    _send(channel, {"ready": True})
     for line in lines:
         request = json.loads(line)
         samples = [_sample(record) for record in request["samples"]]
@@ -107,7 +102,7 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
                 line = f"{Path(frame.filename).name}:{frame.lineno}"
                 text = f"it raised {type(error).__name__}: {error} ({line})"
             reply = {"error": text}
-        _send(channel, {"id": request["id"], **reply})
+        _send(channel, reply)
 
 
 def _sample(record: dict[str, Any]) -> RewardInput:

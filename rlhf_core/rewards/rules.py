@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import regex
 
-from rlhf_core.config.patterns import compiled, pattern_problem
 from rlhf_core.config.rewards import (
     AnswerReward,
     AnyReward,
@@ -24,13 +24,14 @@ from rlhf_core.config.rewards import (
     LengthReward,
     RelevanceReward,
     RepetitionReward,
+    RewardSource,
     TokenShareReward,
     WellFormedReward,
+    compiled,
 )
 from rlhf_core.data.answers import gold_answers
 from rlhf_core.data.formats import field_value
 from rlhf_core.data.words import WITHOUT_BLANKS, words
-from rlhf_core.errors import ConfigError
 from rlhf_core.rewards.answers import is_right
 from rlhf_core.types import RewardInput
 
@@ -46,35 +47,6 @@ _FULL_STOP = regex.compile(r"[\p{Sentence_Terminal}…]|[\u0e00-\u0eff]")
 _LETTER = rf"[^\W{WITHOUT_BLANKS}]"
 """A letter or digit beside which a word cannot begin or end."""
 _IS_CHARACTER = regex.compile(rf"[{WITHOUT_BLANKS}]")
-
-
-def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
-    """Return the raw value of a rule source for one response.
-
-    Raises `ConfigError` for a pattern that does not compile, and the gold reward's error for a prompt of
-    another task.
-    """
-    match source:
-        case GoldReward():
-            return gold(sample)
-        case LengthReward():
-            return length(source, sample)
-        case KeywordsReward():
-            return keywords(source, sample)
-        case FormatReward():
-            return format_match(source, sample)
-        case RepetitionReward():
-            return repetition(source, sample)
-        case RelevanceReward():
-            return relevance(source, sample)
-        case WellFormedReward():
-            return well_formed(sample)
-        case TokenShareReward():
-            return token_share(source, sample)
-        case AnswerReward():
-            return answer(source, sample)
-        case _:
-            raise AssertionError(f"{source.type} is not a rule reward")
 
 
 def answer(source: AnswerReward, sample: RewardInput) -> float:
@@ -160,13 +132,25 @@ def token_share(source: TokenShareReward, sample: RewardInput) -> float:
     return sum(token < source.below for token in ids) / len(ids) if ids else 0.0
 
 
-def check_pattern(source: FormatReward) -> None:
-    """Raise `ConfigError` if the pattern does not compile."""
-    if problem := pattern_problem(source.pattern):
-        raise ConfigError(
-            f"ppo.rewards.{source.used_name}.pattern must be a Python regular expression; got "
-            f"{source.pattern!r}, which {problem}"
-        )
+_RULES: dict[type[RewardSource], Callable[[Any, RewardInput], float]] = {
+    GoldReward: lambda _, sample: gold(sample),
+    LengthReward: length,
+    KeywordsReward: keywords,
+    FormatReward: format_match,
+    RepetitionReward: repetition,
+    RelevanceReward: relevance,
+    WellFormedReward: lambda _, sample: well_formed(sample),
+    TokenShareReward: token_share,
+    AnswerReward: answer,
+}
+
+
+def evaluate_rule(source: AnyReward, sample: RewardInput) -> float:
+    """Return the raw value of a rule source for one response.
+
+    Raises the gold reward's error for a prompt of another task.
+    """
+    return _RULES[type(source)](source, sample)
 
 
 def _content_words(text: str, min_letters: int) -> set[str]:

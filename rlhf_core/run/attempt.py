@@ -20,7 +20,7 @@ from rlhf_core.cluster.base_model import BaseModel, with_own_copies
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
-from rlhf_core.config.base_models import base_of
+from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import flat, pipeline_name, rounding_settings, stages_made
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import limits_of
@@ -268,10 +268,6 @@ class _Attempt:
         )
         nodes.lacks_base_weights = bool(spec.base_models)
         nodes.stages = stages_made(spec.config, spec.stage, spec.until)
-        # The host of this process may have no GPU.
-        nodes.on_gpu_drivers = lambda drivers: self.tracking.set_tags(
-            self.stage_run.run_id, {"rlhf.gpu_driver": drivers}
-        )
         return nodes
 
     def _run_and_publish(

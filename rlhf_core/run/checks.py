@@ -10,7 +10,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import checking
-from rlhf_core.pipeline import LAST_STAGE, StageName
+from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
 from rlhf_core.preflight import check
 from rlhf_core.run.references import KeptVersions, resolve_kept
 from rlhf_core.storage.store import open_store
@@ -43,7 +43,7 @@ def load_and_check(
     overrides: Sequence[str],
     *,
     retry_store: bool = False,
-    start: StageName = "data",
+    start: StageName = FIRST_STAGE,
     until: StageName = LAST_STAGE,
 ) -> CheckedConfig:
     """Load the configuration, check it, create its home and try its store.
@@ -71,7 +71,7 @@ def check_and_prepare(
     name: str,
     *,
     retry_store: bool = False,
-    start: StageName = "data",
+    start: StageName = FIRST_STAGE,
     until: StageName = LAST_STAGE,
 ) -> list[str]:
     """Check a loaded configuration, create its home and try its store. Return the warnings.
@@ -107,7 +107,7 @@ def reuse_or_check(
     overrides: Sequence[str],
     *,
     retry_store: bool = False,
-    start: StageName = "data",
+    start: StageName = FIRST_STAGE,
     until: StageName = LAST_STAGE,
 ) -> CheckedConfig:
     """Return what `remember_check` has kept for this file and these overrides, otherwise `load_and_check`.

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import is_reference, parse_address
-from rlhf_core.config.base_models import JUDGE_PATH, base_of
+from rlhf_core.config.address import JUDGE_PATH, base_of, is_reference, parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, UserFunction
-from rlhf_core.data.sources import file_states, model_digest, short_name, source_digests, source_marks
+from rlhf_core.data.sources import model_digest, model_mark, short_name, source_digests, source_marks
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.rewards.check import function_file, functions_of_ppo, reward_fields
@@ -37,13 +36,10 @@ def external_marks(config: PipelineConfig) -> dict[str, str]:
     marks = source_marks(config) | reward_code_digests(config) | _rubric_digest(config)
     judge = config.evaluate.language_model
     if judge is not None and judge.path is not None:
-        marks[FOLDER] = str(file_states(Path(judge.path)))
+        marks[FOLDER] = model_mark(judge.path, None)
     base = base_of(config, "judge")
     if base is not None and not is_reference(base.path):
-        if base.is_hub:
-            marks[JUDGE_PATH] = model_digest(base.path, base.revision)
-        else:
-            marks[JUDGE_PATH] = str(file_states(Path(base.path)))
+        marks[JUDGE_PATH] = model_mark(base.path, base.revision)
     return marks | _vote_digests(config)
 
 

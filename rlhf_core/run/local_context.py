@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.system.overriding import override
+from typing_extensions import override
+
 from rlhf_core.types import Checkpoints, Lineage, MetricLogger, Progress, StageContext
 
 

@@ -36,7 +36,7 @@ from rlhf_core.data.sources import pinned
 from rlhf_core.errors import InputError, StoreError, Superseded
 from rlhf_core.executors.job_files import delete_jobs
 from rlhf_core.executors.spec import StageRecord, StageSpec
-from rlhf_core.pipeline import LAST_STAGE, STAGES, StageName, stages_between
+from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig
 from rlhf_core.run.display import current_display
 from rlhf_core.run.external_inputs import data_sets, external_digests
@@ -71,7 +71,7 @@ class PipelineRun:
         self,
         config: PipelineConfig,
         config_path: str,
-        start: StageName = "data",
+        start: StageName = FIRST_STAGE,
         until: StageName = LAST_STAGE,
         started: float | None = None,
     ) -> None:
@@ -317,7 +317,7 @@ class PipelineRun:
 @contextmanager
 def open_run(
     checked: CheckedConfig,
-    start: StageName = "data",
+    start: StageName = FIRST_STAGE,
     until: StageName = LAST_STAGE,
     tags: Mapping[str, str] | None = None,
     started: float | None = None,

@@ -72,7 +72,7 @@ def get_or_run_stage(
     reused = ref is not None
     seen: set[str] = set()  # kinds of events of the child
     if ref is None:
-        waiting = _take_waiting(run, stage)
+        waiting = run.next_stage.take(stage, run.config, stage_environment(run.config))
         log_file = run.log_file(stage) if waiting is None else waiting.log_file
         display.started(stage, str(log_file))
         run.record_start(stage, log_file)
@@ -103,11 +103,6 @@ def get_or_run_stage(
     run.record_result(stage, record)
     display.finished(stage, record)
     return record
-
-
-def _take_waiting(run: PipelineRun, stage: StageName) -> StageProcess | None:
-    """Return the process that waits for `stage`, if there is one."""
-    return run.next_stage.take(stage, run.config, stage_environment(run.config))
 
 
 def prepare_next(run: PipelineRun, stage: StageName, event: Mapping[str, Any]) -> None:

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
+from rlhf_core.config.register import POLICIES
 from rlhf_core.evaluation.measures import (
     LENGTH_CONTROLLED,
     MODELS,
     NOT_IDENTIFIED,
-    WIN_RATE_NAMES,
-    WIN_RATES,
+    OVER_SFT,
+    PPO_OVER_DPO,
     endless_models,
+    flat_name,
 )
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.types import Findings
@@ -24,13 +26,7 @@ if TYPE_CHECKING:
     from rlhf_core.types import ArtifactRef
 
 _INTERVAL = ("mean", "low", "high")
-_WHO = {
-    **MODELS,
-    "difference": "difference by prompt",
-    "difference_dpo": "difference by prompt, DPO",
-    "ppo_minus_dpo": "PPO minus DPO by prompt",
-}
-"""Titles of the intervals of a measure."""
+_PPO_MINUS_DPO = "ppo_minus_dpo"
 
 
 def summarize(
@@ -100,31 +96,51 @@ def _registration(ref: ArtifactRef) -> dict[str, Any]:
 def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     found: dict[str, Any] = {}
     metrics = {name: value for name, value in ref.metrics.items() if not name.startswith("by_source/")}
+    if policies := {policy: table for policy in POLICIES if (table := _of_policy(ref, policy))}:
+        found["policies"] = policies
+    policy_of_difference = {flat_name("difference", policy): policy for policy in POLICIES}
     for name in sorted({key.rpartition("/")[0] for key in metrics if key.endswith("/mean")}):
         measure, _, who = name.rpartition("/")
-        if who in _WHO and (interval := _interval(metrics, name)):
+        interval = _interval(metrics, name)
+        if interval is None:
+            continue
+        if who in policy_of_difference:
+            differences = found.setdefault(measure, {}).setdefault("difference", {})
+            differences[policy_of_difference[who]] = interval
+        elif who in MODELS or who == _PPO_MINUS_DPO:
             found.setdefault(measure, {})[who] = interval
-    for name in WIN_RATE_NAMES:
-        if interval := _interval(metrics, name):
-            found[name] = interval
-            if f"{name}/identified" in metrics:
-                interval["identified"] = metrics[f"{name}/identified"]
+    found |= _win_rates(metrics, PPO_OVER_DPO, PPO_OVER_DPO)
     if "judge" in ref.attributes:
         found["judge"] = ref.attributes["judge"]
-        name = "judge_trained_on_dpo" if "judge_trained_on_dpo" in ref.attributes else "judge_trained_on"
-        found[name] = ref.attributes.get(name) == "True"
     if interval := _interval(metrics, "language_model/agreement"):
         found["judge_agreement"] = interval
         found["judge_inconsistent"] = metrics["inconsistent"]
     rates = {name: metrics[f"eos_rate/{name}"] for name in MODELS if f"eos_rate/{name}" in metrics}
     if problems := endless_models(rates):
         found["never_end"] = "; ".join(problems)
-    for name in ("fallen", "fallen_dpo"):
-        if name in ref.attributes:
-            found[name] = ref.attributes[name]
-    for name in ("kl", "kl_dpo"):
-        if name in metrics:
-            found[name] = metrics[name]
+    return found
+
+
+def _of_policy(ref: ArtifactRef, policy: str) -> dict[str, Any]:
+    """Return the results of a policy; empty if it was not evaluated."""
+    found = _win_rates(ref.metrics, OVER_SFT, flat_name(OVER_SFT, policy))
+    if (kl := flat_name("kl", policy)) in ref.metrics:
+        found["kl"] = ref.metrics[kl]
+    if (trained_on := flat_name("judge_trained_on", policy)) in ref.attributes:
+        found["judge_trained_on"] = ref.attributes[trained_on] == "True"
+    if (fallen := flat_name("fallen", policy)) in ref.attributes:
+        found["fallen"] = ref.attributes[fallen]
+    return found
+
+
+def _win_rates(metrics: Mapping[str, float], name: str, metric: str) -> dict[str, Any]:
+    """Return a win rate and the length-controlled one as far as they were measured, under `name`."""
+    found = {}
+    for suffix in ("", LENGTH_CONTROLLED):
+        if interval := _interval(metrics, f"{metric}{suffix}"):
+            found[f"{name}{suffix}"] = interval
+            if f"{metric}{suffix}/identified" in metrics:
+                interval["identified"] = metrics[f"{metric}{suffix}/identified"]
     return found
 
 
@@ -186,45 +202,61 @@ def _rows_of_registration(registered: Mapping[str, Any]) -> list[tuple[str, str]
 
 def _rows_of_evaluation(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
+    policies = evaluation.get("policies", {})
     for measure, values in evaluation.items():
         if isinstance(values, dict) and "sft" in values:
             name = measure.replace("rules/", "rule ").replace("regression/", "regression set ")
             label = _LABELS.get(measure, name.replace("_", " "))
-            rows += [
-                (f"{label}, {name}", _with_interval(values[who]))
-                for who, name in _WHO.items()
-                if who in values
-            ]
+            shown = [(title, values.get(model)) for model, title in MODELS.items()]
+            for policy in POLICIES:
+                title = "difference by prompt" + _suffix(policy)
+                shown.append((title, values.get("difference", {}).get(policy)))
+            shown.append(("PPO minus DPO by prompt", values.get(_PPO_MINUS_DPO)))
+            rows += [(f"{label}, {title}", _with_interval(each)) for title, each in shown if each]
     if "judge_agreement" in evaluation:
         rows.append(("judge, agreement with held-out pairs", _with_interval(evaluation["judge_agreement"])))
         changed = f"{evaluation['judge_inconsistent']:.3f}"
         rows.append(("verdicts that change with the order (ties)", changed))
-    for name, label in WIN_RATES.items():
-        if name in evaluation:
-            rows.append((f"{label}{_judged(evaluation)}", _with_interval(evaluation[name])))
-        if controlled := evaluation.get(f"{name}{LENGTH_CONTROLLED}"):
-            remark = f" ({NOT_IDENTIFIED})" if "identified" in controlled else ""
-            rows.append((f"the same, length-controlled{remark}", _with_interval(controlled)))
+    judge = _judged(evaluation)
+    for policy, table in policies.items():
+        rows += _rows_of_win_rate(table, OVER_SFT, f"win rate, {MODELS[policy]} over SFT{judge}")
+    rows += _rows_of_win_rate(evaluation, PPO_OVER_DPO, f"win rate, PPO over DPO{judge}")
     if "never_end" in evaluation:
         rows.append(("responses that never end", evaluation["never_end"]))
-    if "fallen" in evaluation:
-        rows.append(("regression sets that failed", evaluation["fallen"]))
-    if "fallen_dpo" in evaluation:
-        rows.append(("regression sets that failed, DPO", evaluation["fallen_dpo"]))
-    if "kl" in evaluation:
-        rows.append(("KL to the SFT model", f"{evaluation['kl']:.3g} nats per response"))
-    if "kl_dpo" in evaluation:
-        rows.append(("KL to the SFT model, DPO", f"{evaluation['kl_dpo']:.3g} nats per response"))
+    for policy, table in policies.items():
+        if "fallen" in table:
+            rows.append((f"regression sets that failed{_suffix(policy)}", table["fallen"]))
+    for policy, table in policies.items():
+        if "kl" in table:
+            rows.append((f"KL to the SFT model{_suffix(policy)}", f"{table['kl']:.3g} nats per response"))
     return rows
+
+
+def _rows_of_win_rate(found: Mapping[str, Any], name: str, label: str) -> list[tuple[str, str]]:
+    rows = []
+    if name in found:
+        rows.append((label, _with_interval(found[name])))
+    if controlled := found.get(f"{name}{LENGTH_CONTROLLED}"):
+        remark = f" ({NOT_IDENTIFIED})" if "identified" in controlled else ""
+        rows.append((f"the same, length-controlled{remark}", _with_interval(controlled)))
+    return rows
+
+
+def _suffix(policy: str) -> str:
+    """Return the end of the names of rows about a policy."""
+    return "" if policy == "ppo" else f", {MODELS[policy]}"
 
 
 def _judged(evaluation: Mapping[str, Any]) -> str:
     """Return the judge as a suffix of the row's name."""
     if "judge" not in evaluation:
         return ""
-    trained = ", which PPO was trained on" if evaluation.get("judge_trained_on") else ""
-    if evaluation.get("judge_trained_on_dpo"):
-        trained = ", which is not independent of DPO's training"
+    policies, trained = evaluation.get("policies", {}), ""
+    main = next(iter(policies), None)
+    if main is not None and policies[main].get("judge_trained_on"):
+        trained = ", which PPO was trained on"
+        if main == "dpo":
+            trained = ", which is not independent of DPO's training"
     return f" (judge: {evaluation['judge']}{trained})"
 
 

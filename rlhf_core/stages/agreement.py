@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
 from rlhf_core.errors import RewardError
 from rlhf_core.evaluation.language_model import LanguageModelJudge, held_out_pairs_of_people
+from rlhf_core.evaluation.statistics import preference
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import code_digests, source_name
@@ -48,7 +48,7 @@ def load_checked_judge(
 
 
 def check_language_model_rewards(
-    config: PipelineConfig, context: StageContext, stage: Literal["ppo", "sample", "evaluate"] = "ppo"
+    config: PipelineConfig, context: StageContext, stage: StageName
 ) -> dict[str, float]:
     """Compare the grades of both answers of held-out pairs with the choice of people, for each
     `type: language_model` of `ppo.rewards` with a weight and `min_agreement`. Return the agreement as
@@ -69,7 +69,7 @@ def check_language_model_rewards(
     sources = measured_graders(config.ppo.rewards)
     if not sources:
         return {}
-    pairs, groups, of_models = held_out_pairs_of_people(context.inputs["data"], _PAIRS)
+    pairs, groups, of_models = held_out_pairs_of_people(context.data, _PAIRS)
     if not pairs:
         log.warning(
             "ppo.rewards: the agreement of %s with people was not measured: no held-out pair is labelled by"
@@ -108,7 +108,7 @@ def _measure(
     of_graded: list[str] = []
     for chosen, rejected, group in zip(grades[::2], grades[1::2], groups, strict=True):
         if not math.isnan(chosen + rejected):
-            preferences.append(_preference(sign * chosen, sign * rejected))
+            preferences.append(preference(sign * chosen, sign * rejected))
             of_graded.append(group)
     count = len(groups)
     if 2 * len(preferences) < count:
@@ -124,10 +124,3 @@ def _measure(
     )  # fmt: skip
     numbers = found.to_json() | {"pairs": float(len(preferences))}
     return {f"reward_agreement/{name}/{part}": value for part, value in numbers.items()}
-
-
-def _preference(first: float, second: float) -> float:
-    """Return 1 if the first grade is higher, 0 if the second is, and 0.5 for a tie."""
-    if first == second:
-        return 0.5
-    return 1.0 if first > second else 0.0

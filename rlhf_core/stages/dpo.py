@@ -14,7 +14,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,21 +29,20 @@ from rlhf_core.engines.sharding import shards_of
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
-from rlhf_core.stages.pairs import (
+from rlhf_core.stages.training import (
+    Folders,
+    Objective,
+    StageModel,
+    Training,
     accuracy_interval,
     is_correct,
     micro_batches,
     pair_tokens,
-    table_row,
-    training_pairs,
-)
-from rlhf_core.stages.training import (
-    Objective,
-    StageModel,
-    Training,
     step_metrics,
+    table_row,
     train_epochs,
     train_on_ranks,
+    training_pairs,
 )
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import heartbeat
@@ -64,37 +62,22 @@ class ReferencedPair:
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Train over `dpo.deepspeed.ranks` ranks."""
-    metrics = train_on_ranks(
-        _train,
-        config.dpo,
-        config,
-        context,
-        context.inputs["data"],
-        context.inputs["sft"],
-        context.scratch,
-        context.output,
-    )
+    metrics = train_on_ranks(_train, config.dpo, config, context)
     policy = context.output / "policy"
-    shutil.copytree(context.inputs["data"] / "tokenizer", policy, dirs_exist_ok=True)
+    shutil.copytree(context.data / "tokenizer", policy, dirs_exist_ok=True)
     context.metrics.flush()
     # For the registration, whose host need not have the weights.
     return StageResult(metrics, {"weights_sha256": weights_sha256(policy, context.stored_in(policy))})
 
 
 def _train(
-    rank: Any,
-    config: PipelineConfig,
-    data: Path,
-    sft: Path,
-    work: Path,
-    out: Path,
-    context: StageContext | None,
+    rank: Any, config: PipelineConfig, folders: Folders, context: StageContext | None
 ) -> dict[str, float]:
     """Train and save the policy on each rank, and return the metrics."""
-    dpo = config.dpo
+    dpo, data, out = config.dpo, folders.data, folders.out
     torch.manual_seed(derive_seed(config.run.seed, "dpo", "init"))  # of adapters
     policy = load_policy(
-        sft / "model",
+        folders.sft_model,
         dtype=dpo.deepspeed.dtype,
         attention=config.model.attention,
         device=rank.torch_device,
@@ -106,7 +89,9 @@ def _train(
     model = StageModel(rank, policy, dpo, "dpo", context)
     del policy
     train, held_out = training_pairs(config, data, "dpo"), load_pairs(data, "eval")
-    training = Training("dpo", derive_seed(config.run.seed, "dpo"), load_decoder(data).pad, work, context)
+    training = Training(
+        "dpo", derive_seed(config.run.seed, "dpo"), load_decoder(data).pad, folders.work, context
+    )
     metrics = train_dpo(model.engine, train, held_out, model.settings, training)
     base = f"{context.artifact_name('sft')}/model" if context is not None else ""
     # Rounding a merged adapter would lose a part of a small update, as in PPO.

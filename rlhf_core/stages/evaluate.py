@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.register import POLICIES, PolicyStage
+from rlhf_core.config.register import POLICIES
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder
@@ -25,18 +25,17 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.chosen_answers import (
     by_score,
-    chosen_metrics,
     compare_with_chosen,
     load_chosen,
     prompts_to_answer,
 )
 from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
+from rlhf_core.evaluation.measures import flat_name, main_policy
 from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
-from rlhf_core.evaluation.policy_results import main_policy, own_name, regression_of
 from rlhf_core.evaluation.prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.rank_scoring import evaluation_session
-from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets, regression_metrics
+from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets
 from rlhf_core.evaluation.statistics import Comparison, failed_sets, regression_differences
 from rlhf_core.evaluation.summary import (
     ByModel,
@@ -45,7 +44,6 @@ from rlhf_core.evaluation.summary import (
     Measured,
     OptionalResults,
     answers,
-    dpo_json,
     evaluation_json,
     flat_metrics,
     sample_rows,
@@ -77,14 +75,14 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     prompts = _held_out_prompts(config, context)
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
-    decoder = load_decoder(context.inputs["data"])
+    decoder = load_decoder(context.data)
     device = resolve_device(config.run.device)
     policies = _policies(config, context)
     policy = main_policy(policies)
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
     count = config.evaluate.answers_per_prompt
     sources = [prompt.source or "unnamed" for prompt in prompts] * count
-    pairs = load_chosen(config, context.inputs["data"], judge)
+    pairs = load_chosen(config, context.data, judge)
     regression_sets = prepare_sets(config, context)
     config = with_room(config, regression_sets)
     sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
@@ -117,43 +115,37 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
                 return language_model.compare(responses[model], responses[opponent], interval)
             return interval.compare(scored_answers[model], scored_answers[opponent], judge)
 
-        dpo, of_dpo = None, {}
-        if len(policies) > 1:
-            dpo = versus("dpo", "sft")
-            over_dpo = versus("ppo", "dpo")
-            is_trained_on = scoring.policy_trained_on(config, "dpo", judge)
-            of_dpo = dpo_json(responses, measured, dpo, over_dpo, interval, trained_on=is_trained_on)
-        # The last one: what is reported of the judge's consistency is of this comparison.
-        comparison = versus(policy, "sft")
-    facts = _judge_facts(config, context, judge, policy, language_model, gold_known=gold_known)
+        ppo_over_dpo = versus("ppo", "dpo") if len(policies) > 1 else None
+        # The main policy is the last one: what is reported of the judge's consistency is of this comparison.
+        last_first = {name: versus(name, "sft") for name in reversed(policies)}
+        comparisons = {name: last_first[name] for name in policies}
+    facts = _judge_facts(config, context, judge, policies, language_model, gold_known=gold_known)
     others = OptionalResults(
-        dpo=of_dpo,
+        ppo_over_dpo=ppo_over_dpo,
         gold_exchanged=exchanged_gold(responses, interval) if gold_known else None,
         over_chosen=over_chosen,
         regression=regression,
         unscored=len(sources) - len(measured.sources),
     )
-    evaluation = evaluation_json(responses, measured, comparison, facts, interval, others)
-    samples = sample_rows(scored_answers, comparison, config.evaluate.samples, dpo)
-    metrics = flat_metrics(evaluation) | chosen_metrics(over_chosen) | regression_metrics(regression)
-    metrics |= agreement | ({} if language_model is None else language_model.metrics())
+    evaluation = evaluation_json(responses, measured, comparisons, facts, interval, others)
+    samples = sample_rows(scored_answers, comparisons, config.evaluate.samples)
+    metrics = flat_metrics(evaluation) | agreement
+    if language_model is not None:
+        metrics |= language_model.metrics()
     write_evaluation(config, context, evaluation, samples, measured, metrics)
-    attributes = {
-        "prompts": len(prompts), "judge": scoring.judge_name(config, judge),
-        own_name("judge_trained_on", policy): facts.trained_on,
-        **_failed_regression_sets(regression, policies),
-    }  # fmt: skip
-    return StageResult(metrics, attributes)
+    attributes = {"prompts": len(prompts), "judge": scoring.judge_name(config, judge)}
+    for name, is_trained_on in facts.trained_on.items():
+        attributes[flat_name("judge_trained_on", name)] = is_trained_on
+    return StageResult(metrics, attributes | _failed_regression_sets(regression, policies))
 
 
 def _failed_regression_sets(regression: Mapping[str, Any], policies: Iterable[str]) -> dict[str, str]:
     """Return the regression sets that failed: `fallen` of PPO's policy, `fallen_dpo` of DPO's."""
     fallen = {}
     for policy in policies:
-        name = "fallen" if policy == "ppo" else "fallen_dpo"
-        if failed := failed_sets(regression_differences(regression_of(regression, policy))):
-            fallen[name] = ", ".join(failed)
-            log.warning("regression sets failed against the SFT model (%s): %s", policy, fallen[name])
+        if failed := failed_sets(regression_differences(regression, policy)):
+            fallen[flat_name("fallen", policy)] = ", ".join(failed)
+            log.warning("regression sets failed against the SFT model (%s): %s", policy, ", ".join(failed))
     return fallen
 
 
@@ -161,29 +153,34 @@ def _judge_facts(
     config: PipelineConfig,
     context: StageContext,
     judge: str,
-    policy: PolicyStage,
+    policies: Mapping[str, PolicyFiles],
     language_model: LanguageModelJudge | None,
     *,
     gold_known: bool,
 ) -> JudgeFacts:
     digests = scoring.judge_digests(
-        config, gold_known=gold_known, reward_code=code_digests(config.ppo.rewards, context.sources)
+        config,
+        gold_known=gold_known,
+        reward_code=code_digests(config.ppo.rewards, context.sources),
+        inputs=context.lineage.inputs if context.lineage else {},
     )
-    if context.lineage is not None and "judge" in context.lineage.inputs:
-        digests["judge_model"] = context.lineage.inputs["judge"].digest
     if language_model is not None:
         digests[MEASURE] = language_model.digest
     return JudgeFacts(
         judge,
         digests,
-        scoring.policy_trained_on(config, policy, judge),
+        {
+            policy: scoring.policy_trained_on(config, policy, judge)
+            for policy in POLICIES
+            if policy in policies
+        },
         None if language_model is None else language_model.to_json(),
     )
 
 
 def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
     """Return the prompts of the evaluation. Raises `DataError` if there are none."""
-    held_out = load_prompts(context.inputs["data"], "eval")
+    held_out = load_prompts(context.data, "eval")
     prompts = prompts_of_evaluation(config, held_out)
     if not prompts:
         raise DataError(

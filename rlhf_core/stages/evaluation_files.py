@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.evaluation.measures import MODELS, endless_models
-from rlhf_core.evaluation.policy_results import main_policy, own_name
+from rlhf_core.evaluation.measures import MODELS, endless_models, flat_name, main_policy
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
@@ -152,15 +151,15 @@ def evaluation_figures(config: PipelineConfig, context: StageContext) -> list[Ca
 def _caption_of_reward_against_kl(history: StepMetrics) -> str:
     from rlhf_core.evaluation import plots
 
+    points = "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO"
     if history.has(plots.GOLD):
         return (
-            "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO"
-            " maximises, and the true reward. Over-optimisation is where the true reward bends down while the"
-            " score still rises."
+            f"{points} maximises, and the true reward. Over-optimisation is where the true reward bends down"
+            " while the score still rises."
         )
     return (
-        "One point per PPO step: the score that PPO maximises. The true reward of these responses was not"
-        " computed. The score rises under over-optimisation too, so this curve cannot show it."
+        f"{points} maximises. The true reward of these responses was not computed. The score rises under"
+        " over-optimisation too, so this curve cannot show it."
     )
 
 
@@ -190,9 +189,9 @@ def _report(
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
         lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
-        data_card=_data_card(context.inputs["data"]),
+        data_card=_data_card(context.data),
         is_best_version=config.ppo.enabled and config.ppo.publish == "best",
-        shared_prompts=shared_prompts(config, load_prompts(context.inputs["data"], "eval")),
+        shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),
         facts={
             "base model": config.model.path or "tiny Llama from scratch",
             **trained,
@@ -213,7 +212,7 @@ def _data_card(folder: Path) -> str:
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of the tracker's table, without nesting."""
-    winner = own_name("winner", main_policy(row["scores"]))
+    winner = flat_name("winner", main_policy(row["scores"]))
     flat = {name: row[name] for name in ("prompt", *row["scores"], winner)}
     for model, scores in row["scores"].items():
         flat |= {f"{model}/{name}": value for name, value in scores.items()}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import why_merged
-from rlhf_core.config.language_model import LanguageModelConfig
+from rlhf_core.config.evaluate import LanguageModelConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import LanguageModelReward, measured_graders
 from rlhf_core.errors import GateFailed
@@ -23,14 +23,12 @@ def check_gate(config: PipelineConfig, stage: StageName, metrics: Mapping[str, f
     if stage in ("reward", "judge"):
         _check_accuracy(config.reward.min_accuracy, stage, metrics)
     language_model = config.evaluate.language_model
-    # Either stage can have another judge, and then no agreement.
-    if stage in ("evaluate", "sample") and language_model is not None and f"{_AGREEMENT}/mean" in metrics:
+    # What a stage has not measured is not in its metrics.
+    if language_model is not None and f"{_AGREEMENT}/mean" in metrics:
         _check_language_model(language_model, stage, metrics)
-    if stage in ("ppo", "sample", "evaluate"):
-        for grader in measured_graders(config.ppo.rewards):
-            _check_grader(grader, stage, metrics)
-    if stage == "ppo":
-        _check_published(config.ppo, metrics)
+    for grader in measured_graders(config.ppo.rewards):
+        _check_grader(grader, stage, metrics)
+    _check_published(config.ppo, metrics)
 
 
 def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]) -> None:

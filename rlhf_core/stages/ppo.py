@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import Section
-from rlhf_core.config.placement import Role, plan
+from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
 from rlhf_core.errors import DataError
 from rlhf_core.stages.gates import check_gate
@@ -32,7 +32,8 @@ def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id
 
     folders = _folders(config, context)
     code = _code(config.ppo.loss, "ppo.loss", context)
-    return Fleet(config, plan(config.ppo), device, folders, pad_id, context.monitor, context.nodes, code)
+    settings = PPOSettings.of(config)
+    return Fleet(settings, device, folders, pad_id, context.monitor, context.nodes, code)
 
 
 def _code(section: Section | None, field: str, context: StageContext) -> bytes | None:
@@ -59,9 +60,9 @@ def run(
     from rlhf_core.stages.agreement import check_language_model_rewards
     from rlhf_core.storage.bundles import weights_sha256
 
-    agreement = check_language_model_rewards(config, context)
+    agreement = check_language_model_rewards(config, context, "ppo")
     device = resolve_device(config.run.device)
-    decoder = load_decoder(context.inputs["data"])
+    decoder = load_decoder(context.data)
     fleet = make_fleet(config, context, device, decoder.pad)
     with _started(config, context, decoder, fleet) as controller:
         controller.run()
@@ -71,7 +72,7 @@ def run(
         trained = _save(config, context, controller)
         steps = controller.completed_steps
     for folder in context.output.glob("policy*"):
-        shutil.copytree(context.inputs["data"] / "tokenizer", folder, dirs_exist_ok=True)
+        shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
     published = {}
     if trained is not None:  # the fleet's memory is free now
         sft = context.inputs["sft"]
@@ -104,7 +105,7 @@ def _started(
     from rlhf_core.ppo.training.experience import own_advantages_of
     from rlhf_core.rewards.compose import code_digests
 
-    data, ppo = context.inputs["data"], config.ppo
+    data, ppo = context.data, config.ppo
     prompts = load_prompts(data, "train")
     # The stage `data` has checked the share of answers that can be reached.
     require_answers(prompts, ppo.rewards, most=1.0)
@@ -131,7 +132,6 @@ def _started(
                 )
             evaluation = HeldOutEvaluation(config, fleet, held_out, decoder.response, composer)
         yield PPOController(
-            config,
             fleet,
             prompts,
             decoder.response,

@@ -23,10 +23,11 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
+from rlhf_core.evaluation.measures import results_of
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
-from rlhf_core.evaluation.policy_results import evaluation_of, metrics_of
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
 from rlhf_core.evaluation.scoring import MODEL_STAGES
+from rlhf_core.evaluation.summary import policy_metrics
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.pipeline import STAGES
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
@@ -126,11 +127,12 @@ def _candidate(
     """Return what is registered of the policy."""
     trained_by = config.register_.policy
     policy, evaluated = lineage.inputs[trained_by], lineage.inputs["evaluate"]
-    reward = lineage.inputs.get("reward")
-    content = evaluation_of(_read_evaluation(context.inputs["evaluate"]), trained_by)
-    found = metrics_of(evaluated.metrics, trained_by)
+    folder = context.inputs["evaluate"]
+    content = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     # A run can have hundreds of data sources. Their metrics are in the run of the evaluation.
-    metrics = {name: value for name, value in found.items() if not name.startswith("by_source/")}
+    metrics = {name: value for name, value in evaluated.metrics.items() if not name.startswith("by_source/")}
+    # With the plain names, so that versions of all policies have the same tags.
+    metrics |= policy_metrics(results_of(content, trained_by), "ppo")
     return Candidate(
         source=f"{policy.uri}/policy",
         policy_digest=policy.digest,
@@ -138,11 +140,9 @@ def _candidate(
         tags=_tags(config, lineage, content, metrics, weights_digest)
         | _reference_tags(mlflow, lineage.parent_run_id),
         evaluation=replace(
-            Evaluation.of(content, reward.digest if reward else None),
-            votes=votes.win_rate(context.inputs["evaluate"] / "samples.jsonl", "sft"),
+            Evaluation.of(content, trained_by),
+            votes=votes.win_rate(folder / "samples.jsonl", "sft"),
         ),
-        metrics=metrics,
-        evaluation_run_id=evaluated.mlflow_run_id,
     )
 
 
@@ -331,19 +331,6 @@ def _load_match(config: PipelineConfig, name: str, output: Path) -> Match | None
 
 
 # -- what is recorded --
-
-
-def _read_evaluation(folder: Path) -> Mapping[str, Any]:
-    path = folder / "evaluation.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptArtifact(
-            f"{path} cannot be read ({error}); the evaluate stage must be run again."
-        ) from error
-    if not isinstance(content, dict):
-        raise CorruptArtifact(f"{path} must hold a JSON object; the evaluate stage must be run again.")
-    return content
 
 
 def _reference_tags(mlflow: Mlflow, run_id: str | None) -> dict[str, str]:

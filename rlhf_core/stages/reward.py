@@ -9,7 +9,6 @@ held-out loss decides when the training ends and which weights are its result.
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -23,23 +22,13 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base_models import BaseModelAddress, base_of
+from rlhf_core.config.address import BaseModelAddress, base_of
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
-from rlhf_core.data.hub import fetch_model
-from rlhf_core.data.judge_tokens import require_same_tokens
-from rlhf_core.data.sources import (
-    ModelState,
-    model_digest,
-    model_state,
-    require_same_state,
-    require_unchanged,
-)
-from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.data.tokenizer import load_decoder, require_same_tokens
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.evaluation.exchanged_prompts import exchange_pairs
-from rlhf_core.evaluation.statistics import group_of
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders
 from rlhf_core.models.packing import plan_ranks
@@ -49,28 +38,26 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
-from rlhf_core.stages.pairs import (
-    accuracy_interval,
-    is_correct,
-    micro_batches,
-    pair_tokens,
-    table_row,
-    training_pairs,
-)
 from rlhf_core.stages.training import (
+    Folders,
     Metrics,
     Objective,
     StageModel,
     Training,
+    accuracy_interval,
+    fetch_base,
+    is_correct,
+    micro_batches,
+    pair_tokens,
     step_metrics,
+    table_row,
     train_epochs,
     train_on_ranks,
+    training_pairs,
 )
 from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
-
-log = logging.getLogger(__name__)
 
 _INTERVAL = ("", "_low", "_high")
 """Suffixes of a mean and the bounds of its interval."""
@@ -92,29 +79,11 @@ def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
 
 def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
     """Train the reward model of either stage, `reward` or `judge`."""
-    base, state = base_of(config, stage), None
+    base = base_of(config, stage)
+    fetch_base(config, context, stage)
     if base is not None:
-        # Before the ranks start, as in SFT: a download, and reading all files, can take longer than their
-        # time limits.
-        if base.is_hub and context.nodes is None:
-            fetch_model(base.path, base.revision)
-        require_same_tokens(base, context.inputs["data"] / "tokenizer")
-        state = model_state(config, stage)
-        if context.nodes is None:  # else `Nodes.join` does it on each host that has ranks
-            digest = model_digest(base.path, base.revision)
-            require_unchanged({base.digest_name: digest}, context.sources, config)
-    metrics = train_on_ranks(
-        _train,
-        _settings(config, stage),
-        config,
-        context,
-        context.inputs["data"],
-        context.inputs["sft"],
-        context.scratch,
-        context.output,
-        stage,
-        state,
-    )
+        require_same_tokens(base, context.data / "tokenizer")
+    metrics = train_on_ranks(_train, _settings(config, stage), config, context, stage)
     return finish(config, context, stage, metrics)
 
 
@@ -130,58 +99,34 @@ def finish(
     Raises GateFailed if `metrics` are below the limit of the stage.
     """
     for folder in member_folders(context.output / "model"):
-        shutil.copytree(context.inputs["data"] / "tokenizer", folder, dirs_exist_ok=True)
+        shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
     context.metrics.flush()
     check_gate(config, stage, metrics)
     return StageResult(metrics)
 
 
 def _train(
-    rank: Any,
-    config: PipelineConfig,
-    data: Path,
-    sft: Path,
-    work: Path,
-    out: Path,
-    stage: StageName,
-    state: ModelState | None,
-    context: StageContext | None,
+    rank: Any, config: PipelineConfig, folders: Folders, stage: StageName, context: StageContext | None
 ) -> dict[str, float]:
     """Train the model, or all members of the ensemble. The judge is one model."""
     reward = _settings(config, stage)
-    train, held_out = training_pairs(config, data, stage), load_pairs(data, "eval")
+    train, held_out = training_pairs(config, folders.data, stage), load_pairs(folders.data, "eval")
     if reward.margin == "field":
         require_margins([*train, *held_out])
-    if context is not None:
-        _warn_of_few_pairs(stage, reward.min_accuracy, held_out)
-    inputs = _Inputs(config, data, sft, stage, state, train, held_out)
+    inputs = _Inputs(config, folders, stage, train, held_out)
     if reward.ensemble is None or stage != "reward":
-        return _train_member(rank, inputs, 0, work, out, context).metrics
+        return _train_member(rank, inputs, 0, context).metrics
     return train_members(
         reward.ensemble,
-        lambda number, own: _train_member(rank, inputs, number, work, out, own),
+        lambda number, own: _train_member(rank, inputs, number, own),
         partial(check_gate, config, stage),
         held_out=held_out,
         steps=math.ceil(len(train) / reward.batch_size) * reward.epochs,
         start_seconds=config.run.timeouts.start,
-        out=out,
-        work=work,
+        out=folders.out,
+        work=folders.work,
         context=context,
     )
-
-
-def _warn_of_few_pairs(stage: StageName, limit: float, held_out: Sequence[PairExample]) -> None:
-    """Log a warning if the held-out pairs are so few that the stage fails well above its limit."""
-    count = len({group_of(pair) for pair in held_out})
-    # Wilson's lower bound of this share is 0.5.
-    needed = 0.5 + 0.98 / math.sqrt(max(1, count))
-    if limit > 0 and needed > limit + 0.1:
-        log.warning(
-            "%s: %d held-out pairs with different prompts are few: the stage fails if the accuracy is below"
-            " about %.2f, because that is not significantly above chance; raise data.eval_fraction, or set"
-            " reward.min_accuracy=0 to continue without this check",
-            stage, count, needed,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -189,13 +134,8 @@ class _Inputs:
     """What a model is trained with."""
 
     config: PipelineConfig
-    data: Path
-    """Folder of the data artifact."""
-    sft: Path
-    """Folder of the SFT artifact."""
+    folders: Folders
     stage: StageName
-    state: ModelState | None
-    """State of the files of `own_base` on the driver's host; None without one."""
     train: Sequence[PairExample]
     held_out: Sequence[PairExample]
 
@@ -210,20 +150,15 @@ class _Inputs:
         return derive_seed(self.config.run.seed, self.stage, *purpose, *member)
 
 
-def _train_member(
-    rank: Any, inputs: _Inputs, number: int, work: Path, out: Path, context: StageContext | None
-) -> Member:
+def _train_member(rank: Any, inputs: _Inputs, number: int, context: StageContext | None) -> Member:
     """Train, evaluate and save one model."""
-    config, held_out = inputs.config, inputs.held_out
+    config, held_out, out = inputs.config, inputs.held_out, inputs.folders.out
     folder = member_folder(out / "model", number)
     loaded = _load_base(rank, inputs, number)
-    if context is not None and inputs.state is not None:
-        # Again, because a file may have changed while the ranks loaded it.
-        require_same_state(inputs.state, config, context.sources, work, inputs.stage)
     model = StageModel(rank, loaded, _settings(config, inputs.stage), "reward", context)
     del loaded
-    pad_id, engine, reward = load_decoder(inputs.data).pad, model.engine, model.settings
-    training = Training(inputs.stage, inputs.seed(number), pad_id, work, context)
+    pad_id, engine, reward = load_decoder(inputs.folders.data).pad, model.engine, model.settings
+    training = Training(inputs.stage, inputs.seed(number), pad_id, inputs.folders.work, context)
     train_metrics = train_epochs(engine, inputs.train, held_out, reward, training, OBJECTIVE).metrics
     evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
     # Before the model is saved, which writes them to its folder.
@@ -251,7 +186,6 @@ def _train_member(
         evaluation["eval/merge_gap"] = (scores - trained_scores).abs().mean().item()
         statistics = ScoreStatistics.of(scores)
         if context is not None:
-            warn_of_rounding(inputs.stage, evaluation["eval/merge_gap"], evaluation["eval/margin"])
             statistics.save(folder)
     if of_exchanged:
         for part in _INTERVAL:
@@ -259,7 +193,7 @@ def _train_member(
     if context is not None:
         evaluation |= _examine(held_out, scores.numpy(), member_folder(out, number), context)
         context.metrics.log_metrics(evaluation, steps_done)
-        context.metrics.log_table("reward_pairs", _table(inputs.data, held_out, scores))
+        context.metrics.log_table("reward_pairs", _table(inputs.folders.data, held_out, scores))
     metrics = _headline(evaluation, len(held_out), statistics) | train_metrics
     return Member(metrics, statistics.normalize(scores).flatten().tolist())
 
@@ -270,7 +204,7 @@ def _load_base(rank: Any, inputs: _Inputs, number: int) -> ScoreModel:
     torch.manual_seed(inputs.seed(number, "init"))  # of the score head and of adapters
     base = inputs.own_base
     return load_score_model(
-        inputs.sft / "model" if base is None else base.path,
+        inputs.folders.sft_model if base is None else base.path,
         dtype=reward.deepspeed.dtype,
         attention=config.model.attention,
         device=rank.torch_device,
@@ -298,22 +232,6 @@ def _headline(evaluation: Metrics, pairs: int, statistics: ScoreStatistics) -> M
 def _name_of_base(inputs: _Inputs, context: StageContext) -> str:
     base = inputs.own_base
     return f"{context.artifact_name('sft')}/model" if base is None else base.path
-
-
-def warn_of_rounding(stage: StageName, merge_gap: float, margin: float) -> None:
-    """Log a warning if the rounding of a merged adapter changes scores by more than half of their margin.
-
-    Args:
-        stage: Name of the stage, for the message.
-        merge_gap: Mean change of a score.
-        margin: Mean difference of the scores of a pair.
-    """
-    if merge_gap > abs(margin) / 2:
-        log.warning(
-            "%s: rounding the merged adapter changes scores by %.3g (mean), more than half of the margin of"
-            " their pairs, %.3g; set reward.deepspeed.dtype=float32",
-            stage, merge_gap, margin,
-        )  # fmt: skip
 
 
 def _examine(

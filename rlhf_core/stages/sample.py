@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.data import never_ends
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.formats import Message, RowError, normalise
 from rlhf_core.data.prompt_sets import load_encoder
@@ -82,8 +82,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
     settings = config.sample
     assert settings is not None
-    prompts, left_out = _prompts(config, context.inputs["data"], settings.prompts)
-    decoder = load_decoder(context.inputs["data"])
+    prompts, left_out = _prompts(config, context.data, settings.prompts)
+    decoder = load_decoder(context.data)
     device = resolve_device(config.run.device)
     files = trained_files(config, settings.policy, context.inputs)
     sampling = SamplingSettings(settings.temperature or config.ppo.temperature, settings.answers, "sample")

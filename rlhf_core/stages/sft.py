@@ -21,11 +21,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import is_hub_model
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.data import never_ends
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data.dataset import load_prompts, load_sft
-from rlhf_core.data.sources import ModelState, require_same_state
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.sharding import shards_of
@@ -37,9 +35,11 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.training import (
+    Folders,
     Objective,
     StageModel,
     Training,
+    fetch_base,
     step_metrics,
     train_epochs,
     train_on_ranks,
@@ -55,34 +55,12 @@ _SAMPLES_AT_ONCE = 32
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and log some sampled answers."""
-    from rlhf_core.data.hub import fetch_model
-    from rlhf_core.data.sources import model_digests, model_state, require_unchanged, template_digests
     from rlhf_core.engines.distributed import resolve_device
 
     device = resolve_device(config.run.device)
-    # Here and not in the ranks: reading every file of a large model takes longer than ranks may wait for each
-    # other.
-    state = model_state(config)
-    if context.nodes is None:
-        if config.model.path is not None and is_hub_model(config.model.path):
-            # Downloaded before the ranks start: a download has no time limit, but loading has
-            # `run.timeouts.start`.
-            fetch_model(config.model.path, config.model.revision)
-        require_unchanged(model_digests(config), context.sources, config)
-    else:
-        # `Nodes.join` does the same with the model on each host that has ranks.
-        require_unchanged(template_digests(config), context.sources, config)
-    metrics = train_on_ranks(
-        _train,
-        config.sft,
-        config,
-        context,
-        context.inputs["data"],
-        context.scratch,
-        context.output,
-        state,
-    )
-    shutil.copytree(context.inputs["data"] / "tokenizer", context.output / "model", dirs_exist_ok=True)
+    fetch_base(config, context, "sft")
+    metrics = train_on_ranks(_train, config.sft, config, context)
+    shutil.copytree(context.data / "tokenizer", context.output / "model", dirs_exist_ok=True)
     samples = _samples(config, context, device)
     context.metrics.log_table("sft_samples", samples)
     context.metrics.flush()
@@ -103,15 +81,10 @@ def base_model(config: PipelineConfig, data: Path) -> tuple[Path | str, str | No
 
 
 def _train(
-    rank: Any,
-    config: PipelineConfig,
-    data: Path,
-    work: Path,
-    out: Path,
-    state: ModelState,
-    context: StageContext | None,
+    rank: Any, config: PipelineConfig, folders: Folders, context: StageContext | None
 ) -> dict[str, float]:
     """Train, save and measure the policy on each rank, and return the metrics."""
+    data, out = folders.data, folders.out
     folder, revision = base_model(config, data)
     torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))  # of a model from scratch, and of adapters
     policy = load_policy(
@@ -126,9 +99,6 @@ def _train(
         shards=shards_of(config.sft.deepspeed),
     )
     check_targets(policy.lm, config)
-    if context is not None:
-        # Again, because a file may have changed while the ranks loaded it.
-        require_same_state(state, config, context.sources, work)
     ids = load_decoder(data)
     _set_special_tokens(policy.lm, ids)
     model = StageModel(rank, policy, config.sft, "sft", context)
@@ -136,7 +106,7 @@ def _train(
     held_out = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")]
     train = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")]
     pad_id, engine, sft = ids.pad, model.engine, model.settings
-    training = Training("sft", derive_seed(config.run.seed, "sft"), pad_id, work, context)
+    training = Training("sft", derive_seed(config.run.seed, "sft"), pad_id, folders.work, context)
     metrics = train_sft(engine, train, held_out, sft, training)
     model.save(out / "model", out / "adapter", str(folder), revision)
     saved = model.close_and_evaluate(
@@ -172,8 +142,8 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
     from rlhf_core.evaluation.generate import responses_of
 
     folder = context.output / "model"
-    decode = load_decoder(context.inputs["data"])
-    prompts = load_prompts(context.inputs["data"], "eval")[: config.sft.samples]
+    decode = load_decoder(context.data)
+    prompts = load_prompts(context.data, "eval")[: config.sft.samples]
     deepspeed = config.sft.deepspeed
     if prompts and (needs_actors(deepspeed.ranks) or deepspeed.zero_stage == 3):
         models = {"sft": PolicyFiles(folder)}

@@ -6,7 +6,8 @@
         .save                 writes the model and the adapter
         .close_and_evaluate   measures the model that was saved
 
-A stage provides the model and the rows. Its `Objective` has the loss and the measures.
+A stage provides the model and the rows. Its `Objective` has the loss and the measures. The end of this file
+is about the pairs of `reward`, `judge` and `dpo`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,25 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.address import base_of
+from rlhf_core.config.data import never_ends
 from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig, TrainingSection
+from rlhf_core.data.card import sources_of_models
+from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.hub import fetch_model
+from rlhf_core.data.sources import model_digest, require_unchanged
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, all_ranks_pack
+from rlhf_core.errors import DataError
+from rlhf_core.evaluation.statistics import group_of, win_rate
 from rlhf_core.models.adapters import adapter_off, add_adapter
+from rlhf_core.models.packing import plan_ranks
 from rlhf_core.pipeline import StageName
-from rlhf_core.seeds import epoch_batches
+from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import StageContext
+from rlhf_core.types import PairExample, StageContext
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +125,46 @@ class EarlyStopping:
         return self.evaluations_since >= config.patience
 
 
+def fetch_base(config: PipelineConfig, context: StageContext, stage: StageName) -> None:
+    """Download the base model that a stage starts from, if it is one of the hub.
+
+    Raises DataError if it is not that of the run. On a cluster, `Nodes.join` does this on each host that has
+    ranks.
+    """
+    base = base_of(config, stage)
+    if base is None or context.nodes is not None:
+        return
+    # Before the ranks start: a download, and reading all files, can take longer than their time limits.
+    if base.is_hub:
+        fetch_model(base.path, base.revision)
+    digest = model_digest(base.path, base.revision)
+    require_unchanged({base.digest_name: digest}, context.sources, config)
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The folders of an attempt, for its ranks, which have no context. They are the same on all hosts."""
+
+    inputs: Mapping[str, Path]
+    work: Path
+    out: Path
+
+    @classmethod
+    def of(cls, context: StageContext) -> Folders:
+        """Return those of a stage."""
+        return cls(context.inputs, context.scratch, context.output)
+
+    @property
+    def data(self) -> Path:
+        """Folder of the data artifact."""
+        return self.inputs["data"]
+
+    @property
+    def sft_model(self) -> Path:
+        """The model of the stage `sft`."""
+        return self.inputs["sft"] / "model"
+
+
 def train_on_ranks(
     train: Callable[..., dict[str, float]],
     settings: TrainingSection,
@@ -123,8 +172,8 @@ def train_on_ranks(
     context: StageContext,
     *args: Any,
 ) -> dict[str, float]:
-    """Call `train(rank, config, *args, context)` on every rank, and return the metrics of rank 0. `context`
-    is None on the other ranks.
+    """Call `train(rank, config, folders, *args, context)` on every rank, and return the metrics of rank 0.
+    `context` is None on the other ranks.
 
     Args:
         train: The training of a stage. It must be picklable.
@@ -149,9 +198,10 @@ def train_on_ranks(
         train,
         settings.threads,
         config,
+        Folders.of(context),
         *args,
         context=context,
-        config=config,
+        run=config.run,
         monitor=context.monitor,
         neighbours=settings.deepspeed.hpz,
     )
@@ -339,3 +389,83 @@ def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, flo
         "train/skipped_steps": float(engine.skipped_steps),
     }
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+# -- pairs: those of a stage, and how ranks share them --
+
+
+def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list[PairExample]:
+    """Return the pairs that train the model of `stage`, `reward`, `judge` or `dpo`.
+
+    With `reward.judge`, the pairs of the judge are disjoint from those of the other stages: all pairs of a
+    group train the same models, for every seed. Only the other stages have the pairs that a model has
+    labelled (`labelled_by` of their source). The held-out pairs are the same for all. Raises DataError if
+    nothing is left.
+    """
+    pairs = load_pairs(data, "train")
+    judge = config.reward.judge
+    if judge is None:
+        return pairs
+    labelled = sources_of_models(data)
+    of_judge = [pair.source not in labelled and _is_of_judge(pair, judge.fraction) for pair in pairs]
+    chosen = [pair for pair, own in zip(pairs, of_judge, strict=True) if own == (stage == "judge")]
+    if not chosen and stage == "judge" and all(pair.source in labelled for pair in pairs):
+        raise DataError(
+            "reward.judge needs pairs that no model has labelled, but all sources have `labelled_by`; add"
+            " pairs of people, or leave reward.judge out"
+        )
+    if not chosen:
+        raise DataError(
+            f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"
+            f" {stage}; add pairs, or leave reward.judge out"
+        )
+    return chosen
+
+
+def _is_of_judge(pair: PairExample, fraction: float) -> bool:
+    # A seed has 63 bits, so the quotient is uniform in [0, 1].
+    return derive_seed(0, "judge", pair.group) / 2.0**63 < fraction
+
+
+def micro_batches(
+    rank: Rank, pairs: Sequence[PairExample], config: RewardConfig | DPOConfig
+) -> list[list[int]]:
+    """Return the micro-batches of `rank`, as indices of `pairs`. Both responses of a pair are in the same
+    one.
+    """
+    # Padded: two rows for each pair, both as wide as the longer of the two sequences.
+    lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in pairs]
+    if config.packs:
+        lengths = [pair_tokens(pair) for pair in pairs]
+    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
+
+
+def pair_tokens(pair: PairExample) -> int:
+    """Return the tokens of both sequences of a pair."""
+    return 2 * len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
+
+
+def is_correct(gap_B: torch.Tensor) -> torch.Tensor:
+    """Return 1 where the chosen response has the higher score, one half where both have the same."""
+    return torch.heaviside(gap_B, torch.full_like(gap_B, 0.5))
+
+
+def accuracy_interval(gap_P: torch.Tensor, pairs: Sequence[PairExample]) -> dict[str, float]:
+    """Return the bounds `accuracy_low` and `accuracy_high` (95 %, Wilson, over groups of prompts) of the
+    share of pairs whose chosen response has the higher score.
+
+    `gap_P` are the scores of the chosen responses minus those of the rejected ones. Without pairs, both are
+    NaN.
+    """
+    if not pairs:
+        return {"accuracy_low": math.nan, "accuracy_high": math.nan}
+    correct = is_correct(gap_P).tolist()
+    found = win_rate(correct, confidence=0.95, groups=[group_of(pair) for pair in pairs])
+    return {"accuracy_low": found.low, "accuracy_high": found.high}
+
+
+def table_row(pair: PairExample) -> dict[str, Any]:
+    """Return a pair as a row of the table of a skipped batch."""
+    sides = {"prompt_ids": pair.prompt_ids, "chosen_ids": pair.chosen_ids, "rejected_ids": pair.rejected_ids}
+    about = {"prompt": pair.prompt, "source": pair.source, "margin": pair.margin}
+    return {**about, **{name: str(list(ids)) for name, ids in sides.items()}}

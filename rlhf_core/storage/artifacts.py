@@ -104,24 +104,15 @@ class ArtifactStore:
         Also None if the manifest cannot be read, or files are missing or have another size. An error is then
         logged, and the artifact is marked as damaged, so that the stage makes it again.
         """
-        prefix = artifact_prefix(kind, key)
         manifest = None
         try:
             manifest = self._read(kind, key)
             if manifest is None:
-                if self._store.list(prefix):
-                    log.info(
-                        "%s has files but no manifest. They are not used: an attempt is uploading them, or an"
-                        " earlier one has left them.",
-                        self._store.uri(prefix),
-                    )
                 return None
-            damage = bundles.find_damage(self._store, manifest)
-            if damage:
-                raise CorruptArtifact(f"The artifact {kind}/{key} is damaged: {damage}.")
+            bundles.check_files(self._store, manifest)
             return self._ref(manifest)
         except CorruptArtifact as error:
-            log.error("%s", self._report_damage(prefix, error, manifest))
+            log.error("%s", self._report_damage(artifact_prefix(kind, key), error, manifest))
             return None
 
     def _report_damage(self, prefix: str, error: CorruptArtifact, manifest: Manifest | None) -> str:
@@ -211,7 +202,7 @@ class ArtifactStore:
             "mlflow_run_id": provenance.mlflow_run_id,
         }
         name = _name(fence) if fence is not None else uuid.uuid4().hex[:12]
-        prefix = artifact_prefix(kind, key)
+        bundle = Manifest(artifact_prefix(kind, key), name, files, body)
 
         def may_commit() -> None:
             if fence is not None:
@@ -219,19 +210,12 @@ class ArtifactStore:
 
         if self._outbox is not None:
             # Before the first request to the store, so that the artifact is not lost if the request fails.
-            self._outbox.add(prefix, folder, files, folder=name, body=body, stored=stored)
-            manifest = self._outbox.upload(prefix, may_commit)
+            self._outbox.add(bundle, folder, stored)
+            manifest = self._outbox.upload(bundle.prefix, may_commit)
         else:
             may_commit()
             manifest = bundles.commit(
-                self._store,
-                prefix,
-                folder,
-                files,
-                folder=name,
-                body=body,
-                may_commit=may_commit,
-                files_elsewhere=stored,
+                self._store, bundle, folder, may_commit=may_commit, files_elsewhere=stored
             )
         ref = self._committed(kind, key, manifest, fence)
         if ref.digest != bundles.digest_of(complete):
@@ -398,20 +382,16 @@ class ArtifactStore:
         Files that dead attempts left next to it are deleted.
         """
         if manifest is None:
-            return self._existing(kind, key)
-        if fence is not None:
+            manifest = self._read(kind, key)
+            if manifest is None:
+                raise StoreError(
+                    f"The manifest of {kind}/{key} appeared and vanished again; the same command tries again."
+                )
+        elif fence is not None:
             try:
                 bundles.remove(self._store, artifact_prefix(kind, key), keep=manifest.folder)
             except StoreError as error:
                 log.warning("Leftovers next to the artifact %s/%s stay: %s", kind, key, error.message)
-        return self._ref(manifest)
-
-    def _existing(self, kind: StageName, key: str) -> ArtifactRef:
-        manifest = self._read(kind, key)
-        if manifest is None:
-            raise StoreError(
-                f"The manifest of {kind}/{key} appeared and vanished again; the same command tries again."
-            )
         return self._ref(manifest)
 
     def _present(self, ref: ArtifactRef) -> Manifest:

@@ -11,15 +11,13 @@ Files without a manifest do not exist for readers. They are leftovers, or an att
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,10 +25,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
-from rlhf_core.storage.backend import SMALL_BYTES
 from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.files import TEMPORARY, existing_parent, header_copy, json_sha256
+from rlhf_core.system.files import existing_parent, header_copy, json_sha256, replacing
 from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
@@ -183,40 +180,35 @@ def is_weights(path: str) -> bool:
 
 def commit(
     store: Store,
-    prefix: str,
+    bundle: Manifest,
     source: Path,
-    files: Sequence[FileEntry],
     *,
-    folder: str,
-    body: Mapping[str, Any],
     may_commit: Callable[[], None],
     files_elsewhere: Sequence[FileEntry] = (),
     wait_for_uploads: Callable[[], None] = lambda: None,
 ) -> Manifest | None:
-    """Store local files as the bundle `prefix`; return None if another writer's bundle is there.
+    """Store local files as a bundle; return its manifest, or None if another writer's bundle is there.
 
     Raises StoreError if the store fails or its disk is too small; then nothing is visible.
 
     Args:
         store: The store to write to.
-        prefix: Key of the bundle.
+        bundle: Its local files, and all other entries. No other bundle with this prefix may use its folder.
         source: Local folder with the files. They may share disk blocks with the store, so they must never be
             written to again.
-        files: The files of `source` to store.
-        folder: Name of the folder for the files below `prefix`; no other bundle there may use it.
-        body: Other entries of the manifest.
         may_commit: Called directly before the manifest is written; raises if the bundle must not appear.
         files_elsewhere: Further files of the bundle, which other hosts upload.
         wait_for_uploads: Returns when these hosts have uploaded them.
     """
     # Hosts with a common folder report the same files.
-    manifest = Manifest(prefix, folder, merged(files_elsewhere, files), body)
+    manifest = replace(bundle, files=merged(files_elsewhere, bundle.files))
+    prefix = bundle.prefix
     existing = _existing(store, prefix)
     # With the same folder, it was committed before. For example, a kill came before the outbox was emptied.
     if existing is not None:
-        return existing if existing.folder == folder else None
+        return existing if existing.folder == bundle.folder else None
     try:
-        upload(store, source, files, manifest.data)
+        upload(store, source, bundle.files, bundle.data)
         wait_for_uploads()
         # Look for files that the store has lost before the manifest is created: afterwards it is final.
         missing = find_damage(store, manifest)
@@ -241,7 +233,7 @@ def commit(
         failpoint("bundle.committed")
         return manifest
     existing = _existing(store, prefix)
-    if existing is not None and existing.folder == folder:
+    if existing is not None and existing.folder == bundle.folder:
         return existing
     store.delete_prefix(manifest.data)
     return None
@@ -306,30 +298,17 @@ def read(store: Store, prefix: str) -> Manifest | None:
     Raises CorruptArtifact if it was changed.
     """
     key = f"{prefix}/{MANIFEST}"
-    raw = _read_raw(store, prefix)
+    raw = store.read_bytes(key)
     if raw is None:
         return None
     try:
         return parse(prefix, raw, store.uri(key))
     except CorruptArtifact:
         # A second read, because a single bad answer of a server must not mark a bundle as damaged.
-        again = _read_raw(store, prefix)
+        again = store.read_bytes(key)
         if again is None or again == raw:
             raise
         return parse(prefix, again, store.uri(key))
-
-
-def _read_raw(store: Store, prefix: str) -> bytes | None:
-    """Return the content of a manifest; None if there is none. Empty if it is too large for one."""
-    key = f"{prefix}/{MANIFEST}"
-    try:
-        return store.read_bytes(key)
-    except StoreError:
-        size = store.size(key) or 0
-        if size <= SMALL_BYTES:
-            raise
-        log.error("%s has %d bytes, which is too large for a manifest.", store.uri(key), size)
-        return b""
 
 
 def check_body(manifest: Manifest, shape: type[BaseModel]) -> None:
@@ -404,25 +383,32 @@ def verify(folder: Path, manifest: Manifest, needed: Callable[[str], bool] = lam
     """Raise CorruptArtifact, with the file's name, unless `folder` has exactly the manifest's files, bit by
     bit. Files that are not `needed` may be missing, and are not read.
     """
-    expected = {entry.path for entry in manifest.files}
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_dir() or relative in expected or path.name.startswith(".")):
-            raise CorruptArtifact(f"{path} is not in the manifest of {manifest.prefix}.")
+    for path in _foreign_files(folder, manifest):
+        raise CorruptArtifact(f"{path} is not in the manifest of {manifest.prefix}.")
     in_parallel(
-        lambda entry: _verify_file(folder / entry.path, entry),
+        lambda entry: _verify_file(folder / entry.path, entry, str(folder / entry.path)),
         [entry for entry in manifest.files if needed(entry.path)],
     )
 
 
-def _verify_file(path: Path, entry: FileEntry) -> None:
+def _foreign_files(folder: Path, manifest: Manifest) -> Iterator[Path]:
+    """Yield the links below `folder`, and the files that are not in the manifest, without hidden files."""
+    expected = {entry.path for entry in manifest.files}
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_dir() or relative in expected or path.name.startswith(".")):
+            yield path
+
+
+def _verify_file(path: Path, entry: FileEntry, name: str) -> None:
+    """Raise CorruptArtifact, with the `name` of the file, unless it has the content of its entry."""
     if not path.is_file():
-        raise CorruptArtifact(f"{path} is missing.")
+        raise CorruptArtifact(f"{name} is missing.")
     size = path.stat().st_size
     if size != entry.size:
-        raise CorruptArtifact(f"{path} has {size} bytes; its manifest says {entry.size}.")
+        raise CorruptArtifact(f"{name} has {size} bytes; its manifest says {entry.size}.")
     if hash_file(path) != entry.sha256:
-        raise CorruptArtifact(f"{path} does not have the sha256 of its manifest.")
+        raise CorruptArtifact(f"{name} does not have the sha256 of its manifest.")
 
 
 def fetch(
@@ -444,75 +430,43 @@ def fetch(
             raise StoreError(f"The store could not read {local}: {error}.") from error
         return local
     target = cache / manifest.copy_name
-    with contextlib.suppress(FileNotFoundError):  # there is no copy, or another process deletes it
-        _delete_damaged(target, manifest, needed)
+    files = [entry for entry in manifest.files if needed(entry.path)]
     try:
-        _complete(store, manifest, target, needed)
-    except CorruptArtifact as error:
-        # The damage may be that of one transfer, or of the copy, which another process has deleted.
-        log.warning("Downloading once more: %s", error.message)
-        _complete(store, manifest, target, needed)
+        _complete(store, manifest, target, files)
+    except (CorruptArtifact, FileNotFoundError) as error:
+        # One transfer may have damaged a file, or another process has deleted the copy in the meantime.
+        log.warning("Downloading once more: %s", error)
+        _complete(store, manifest, target, files)
     return target
 
 
-def _delete_damaged(target: Path, manifest: Manifest, needed: Callable[[str], bool]) -> None:
-    """Verify the files of a copy that are `needed`, and delete the copy if one is damaged."""
-    verified = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+def _complete(store: Store, manifest: Manifest, target: Path, files: Sequence[FileEntry]) -> None:
+    """Download `files` that the copy `target` lacks or has with other content.
+
+    Several processes may do this at the same time: a file gets its name when it is verified.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for path in _foreign_files(target, manifest):
+        log.warning("%s is deleted: it is not in the manifest of %s.", path, manifest.prefix)
+        path.unlink(missing_ok=True)
+    intact = in_parallel(lambda entry: _is_intact(target / entry.path, entry), files)
+    lacking = [entry for entry, is_intact in zip(files, intact, strict=True) if not is_intact]
+    fetch_files(store, manifest.data, lacking, target)
+    for entry in files:
+        header_copy(target / entry.path).unlink(missing_ok=True)
+        # Another process may have deleted the copy, with the files that it had before.
+        if not (target / entry.path).exists():
+            raise CorruptArtifact(f"{target / entry.path} is missing.")
+
+
+def _is_intact(path: Path, entry: FileEntry) -> bool:
     try:
-        # A copy with some of the files was made by a caller that needed no others.
-        verify(target, manifest, lambda path: needed(path) and (target / path).exists())
+        _verify_file(path, entry, str(path))
     except CorruptArtifact as error:
-        # Another process may have replaced the damaged copy in the meantime.
-        if os.path.samestat(os.fstat(verified), target.stat()):
-            log.warning("The cached copy is deleted: %s", error.message)
-            # Renamed first: another process must not complete a copy that is being deleted.
-            damaged = target.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-            target.rename(damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
-    finally:
-        os.close(verified)
-
-
-def _complete(store: Store, manifest: Manifest, target: Path, needed: Callable[[str], bool]) -> None:
-    """Download and verify the files that are `needed` and that the folder `target` lacks."""
-    files = [entry for entry in manifest.files if needed(entry.path) and not (target / entry.path).exists()]
-    if not files and target.exists():
-        return
-    size = sum(entry.size for entry in files)
-    require_free(target.parent, size, f"The copy of {store.uri(manifest.prefix)}")
-    temporary = target.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
-    temporary.mkdir(parents=True)
-    try:
-        in_parallel(lambda entry: _download_file(store, manifest.data, entry, temporary), files)
-        paths = {entry.path for entry in files}
-        try:
-            verify(temporary, manifest, paths.__contains__)
-        except CorruptArtifact as error:
-            # `temporary` will be gone when the message is read.
-            message = error.message.replace(str(temporary), store.uri(manifest.data))
-            raise CorruptArtifact(message) from error
-        try:
-            temporary.rename(target)
-        except OSError:
-            # There is a copy, perhaps of another process that does the same. Its files have the same content.
-            with contextlib.suppress(FileNotFoundError):  # it is deleted, see below
-                for path in paths:
-                    (target / path).parent.mkdir(parents=True, exist_ok=True)
-                    (temporary / path).replace(target / path)
-                    header_copy(target / path).unlink(missing_ok=True)
-        # Another process may have found the copy damaged and deleted it, with the files that it had before.
-        for entry in manifest.files:
-            if needed(entry.path) and not (target / entry.path).exists():
-                raise CorruptArtifact(f"{target / entry.path} is missing.")
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _download_file(store: Store, source: str, entry: FileEntry, folder: Path) -> None:
-    try:
-        store.get_file(f"{source}/{entry.path}", folder / entry.path, entry.size)
-    except FileNotFoundError as error:
-        raise CorruptArtifact(f"{store.uri(source)}/{entry.path} is missing.") from error
+        if path.exists():
+            log.warning("The cached copy is replaced: %s", error.message)
+        return False
+    return True
 
 
 def fetch_files(store: Store, source: str, files: Sequence[FileEntry], folder: Path) -> None:
@@ -523,8 +477,13 @@ def fetch_files(store: Store, source: str, files: Sequence[FileEntry], folder: P
     require_free(folder, sum(entry.size for entry in files), f"The copy of {store.uri(source)}")
 
     def fetch_file(entry: FileEntry) -> None:
-        _download_file(store, source, entry, folder)
-        _verify_file(folder / entry.path, entry)
+        key = f"{source}/{entry.path}"
+        with replacing(folder / entry.path) as temporary:
+            try:
+                store.get_file(key, temporary, entry.size)
+            except FileNotFoundError as error:
+                raise CorruptArtifact(f"{store.uri(key)} is missing.") from error
+            _verify_file(temporary, entry, store.uri(key))
 
     in_parallel(fetch_file, files)
 
@@ -538,7 +497,7 @@ def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | Non
     The bundle does not exist any more, and its files stay. `damaged` is the manifest that was found damaged,
     if it was readable: a bundle that another writer has committed in the meantime is not changed.
     """
-    raw = _read_raw(store, prefix) or b""
+    raw = store.read_bytes(f"{prefix}/{MANIFEST}") or b""
     if damaged is not None:
         folder = _folder_named(raw)
         if folder not in (None, damaged.folder):
@@ -555,31 +514,19 @@ def mark_damaged(store: Store, prefix: str, reason: str, damaged: Manifest | Non
 def remove(store: Store, prefix: str, *, keep: str = "") -> None:
     """Delete a bundle with all leftovers, or only the leftovers next to its folder `keep`.
 
-    Bundles that are marked as damaged stay. The manifest is deleted first, so that a partly deleted bundle is
-    a leftover and not a damaged bundle.
+    Nothing but the manifest is deleted next to a bundle that was marked as damaged: a person may restore it.
+    The manifest is deleted first, so that a partly deleted bundle is a leftover and not a damaged bundle.
     """
-    names = [key.removeprefix(f"{prefix}/") for key in store.list(prefix)]
-    damaged = [_folder_of_damaged(store, f"{prefix}/{name}") for name in names if name.startswith(DAMAGED)]
-    kept = {keep, *damaged}
+    names = {key.removeprefix(f"{prefix}/").split("/")[0] for key in store.list(prefix)}
     if not keep:
         store.delete([f"{prefix}/{MANIFEST}"])
-    if kept == {""}:
+    if any(name.startswith(DAMAGED) for name in names):
+        return
+    if not keep:
         store.delete_prefix(prefix)
         return
-    if None in kept:
-        # One of the folders belongs to a damaged bundle, and its manifest does not say which.
-        return
-    folders = {name.split("/")[0] for name in names if "/" in name}
-    for folder in folders - kept:
-        store.delete_prefix(f"{prefix}/{folder}")
-
-
-def _folder_of_damaged(store: Store, key: str) -> str | None:
-    """Return the folder in the record of a damaged bundle; None if it cannot be read."""
-    try:
-        return _folder_named(json.loads(store.read_bytes(key) or b"")["manifest"])
-    except (ValueError, KeyError, TypeError):
-        return None
+    for name in names - {keep, MANIFEST}:
+        store.delete_prefix(f"{prefix}/{name}")
 
 
 def _folder_named(raw: bytes | str) -> str | None:

@@ -23,10 +23,10 @@ import math
 import os
 import re
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -43,6 +43,7 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import json_sha256
+from rlhf_core.system.waiting import in_background
 from rlhf_core.types import CHECKPOINTS, artifact_prefix, checkpoint_prefix
 
 log = logging.getLogger(__name__)
@@ -174,7 +175,8 @@ class CheckpointStore:
         self._hosts = hosts
         self._settings = dict(settings or {})
         self._on_event = on_event
-        self._background_upload: _BackgroundUpload | None = None
+        self._background_upload: tuple[int, Future[None]] | None = None
+        """Step and end of the last upload."""
         self._earlier_seconds = 0.0
         self._clock = clock
         self._opened = clock()
@@ -315,14 +317,12 @@ class CheckpointStore:
         }
         if parts:
             body[_PARTS] = [digest_of(part) for part in parts]
+        bundle = Manifest(prefix, name, files, body)
         if self._outbox is None:
             manifest = bundles.commit(
                 self._store,
-                prefix,
+                bundle,
                 folder,
-                files,
-                folder=name,
-                body=body,
                 may_commit=self._may_commit,
                 files_elsewhere=[entry for part in parts for entry in part],
                 wait_for_uploads=self._upload_parts(prefix, name, parts),
@@ -330,10 +330,10 @@ class CheckpointStore:
             self._committed(step, manifest)
         else:
             # Before `result`, so that an error of the previous upload does not lose this checkpoint.
-            self._outbox.add(prefix, folder, files, folder=name, body=body)
+            self._outbox.add(bundle, folder)
             if self._background_upload is not None:
-                self._background_upload.result()
-            self._background_upload = _BackgroundUpload(step, lambda: self._upload(step))
+                self._background_upload[1].result()
+            self._background_upload = step, in_background(lambda: self._upload(step))
         shutil.rmtree(folder)
         megabytes = sum(entry.size for entry in files) / 1e6
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, self._clock() - started)
@@ -351,14 +351,24 @@ class CheckpointStore:
 
         Raises nothing.
         """
-        if self._background_upload is not None:
-            self._background_upload.report(seconds)
+        self._report_upload(seconds)
+
+    def _report_upload(self, seconds: float | None) -> None:
+        if self._background_upload is None:
+            return
+        step, upload = self._background_upload
+        wait([upload], seconds)
+        if not upload.done():
+            log.warning(
+                "The upload of the checkpoint of step %d is unfinished; the same command finishes it.", step
+            )
+        elif upload.exception() is not None:
+            log.warning("The checkpoint of step %d was not uploaded: %s", step, upload.exception())
 
     def clear(self) -> None:
         """Delete all checkpoints, after the stage's artifact was published. Damaged ones stay."""
-        if self._background_upload is not None:
-            # Without a limit, because the upload would add files again after the deletion.
-            self._background_upload.report(None)
+        # Without a limit, because the upload would add files again after the deletion.
+        self._report_upload(None)
         if self._outbox is not None:
             self._outbox.discard_all(self._root)
         # First. After a kill in between, `latest` would report the step that it names as lost.
@@ -380,10 +390,6 @@ class CheckpointStore:
         assert self._outbox is not None
         prefix = self._prefix(step)
         pending = self._outbox.manifest(prefix)
-        if pending is not None and pending.body.get("step") != step:
-            log.error("%s in the outbox is not the checkpoint of step %d. It is deleted.", prefix, step)
-            self._outbox.discard(prefix)
-            return
         expected = [] if pending is None else pending.body.get(_PARTS, [])
         name = "" if pending is None else pending.folder
         parts: list[Sequence[FileEntry]] = []
@@ -546,40 +552,6 @@ class CheckpointStore:
 def _pointer(step: int) -> bytes:
     content = {"step": step}
     return json.dumps({**content, "checksum": json_sha256(content)}).encode()
-
-
-class _BackgroundUpload:
-    """An upload in a daemon thread: a process that must end does not wait for a bucket."""
-
-    def __init__(self, step: int, upload: Callable[[], None]) -> None:
-        self._step = step
-        self._upload = upload
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"upload-{step}", daemon=True)
-        self._thread.start()
-
-    def result(self) -> None:
-        """Wait for the end. Raises the upload's error."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def report(self, seconds: float | None) -> None:
-        """Wait for at most `seconds`, and log if the upload is unfinished or failed."""
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            log.warning(
-                "The upload of the checkpoint of step %d is unfinished; the same command finishes it.",
-                self._step,
-            )
-        elif self._error is not None:
-            log.warning("The checkpoint of step %d was not uploaded: %s", self._step, self._error)
-
-    def _run(self) -> None:
-        try:
-            self._upload()
-        except BaseException as error:
-            self._error = error
 
 
 def _made_with() -> dict[str, str]:

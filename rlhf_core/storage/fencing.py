@@ -26,7 +26,6 @@ because manifests are created only if absent, and it belongs to the same stage k
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -39,12 +38,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import psutil
-
 from rlhf_core.errors import StageHeld, StoreError, Superseded
 from rlhf_core.storage.bundles import in_parallel
 from rlhf_core.storage.store import Store
-from rlhf_core.system.processes import ProcessId, RecordedProcess, here, this_machine
+from rlhf_core.system.processes import ProcessId, RecordedProcess, here
 from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import checkpoint_prefix
 
@@ -81,9 +78,6 @@ class LeaseTimes:
     def takeover(self) -> float:
         """Time without a renewal after which an attempt on another machine counts as dead."""
         return self.missed_renewals * self.renewal
-
-
-LEASE_TIMES = LeaseTimes()
 
 
 @dataclass(frozen=True)
@@ -146,7 +140,7 @@ def acquire(
             if holder.is_here and holder.seconds > times.wait:
                 raise StageHeld(
                     f"stage {name} of this configuration is being made by {holder.describe()}; wait until it"
-                    f" is done, or end its run{_how_to_end(holder.process)} and type the command again"
+                    f" is done, or end its run and type the command again"
                 )
             if not waited:
                 limit = f" for up to {times.wait:g} s" if holder.is_here else ""
@@ -201,7 +195,6 @@ class _Holder:
     host: str
     is_here: bool
     """Whether it runs on this machine, so that its process can be looked up."""
-    has_lease: bool
     since: str
     seconds: float = 0.0
     """Since the first observation, or on another machine since the last change of its lease."""
@@ -216,8 +209,7 @@ class _Holder:
             self._pass_time(clock.monotonic(), math.inf)
             # This process would wait for itself until the time is over.
             return self.process.pid != os.getpid() and self.process.alive()
-        # Versions without leases: whether the holder is alive cannot be seen, so it is not waited for.
-        lease = store.read_bytes(_lease_key(stage_key, self.attempt)) if self.has_lease else _ENDED
+        lease = store.read_bytes(_lease_key(stage_key, self.attempt))
         if lease == _ENDED:
             return False
         # A longer time since the last observation counts as two intervals: this process was suspended, or the
@@ -246,10 +238,10 @@ class Claim:
     """Its number; 0 if there was none."""
     held: bool
     """Whether it still holds the key."""
-    begun: float | None
-    """When the last stage began, in seconds since 1970 by the clock of its host. None if it is not known."""
-    inputs: frozenset[str] | None
-    """The artifacts that it reads, as `stage/key`. None if that is not known: an earlier release made it."""
+    begun: float
+    """When the last stage began, in seconds since 1970 by the clock of its host. Infinite if not known."""
+    inputs: frozenset[str]
+    """The artifacts that it reads, as `stage/key`."""
 
 
 def observe(
@@ -260,31 +252,28 @@ def observe(
 ) -> dict[str, Claim]:
     """Return the last claim of each key, without claiming any.
 
-    If an attempt on another machine has not ended, its lease is observed for up to `times.takeover` seconds,
-    of all keys at the same time. Claims of `rlhf prune` count as attempts without inputs, but `begun` is
+    If an attempt on another machine has not ended, its lease is observed for `times.takeover` seconds, of all
+    keys at the same time. Claims of `rlhf prune` count as attempts without inputs, but `begun` is
     about the last stage, if there was one.
     """
     keys = sorted(stage_keys)
     latest = dict(zip(keys, in_parallel(lambda key: _latest(store, key), keys), strict=True))
-    read = in_parallel(lambda key: _read_holder(store, key, latest[key]), keys)
-    holders = dict(zip(keys, read, strict=True))
+    holders = in_parallel(lambda key: _read_holder(store, key, latest[key]), keys)
     held: set[str] = set()
-    undecided: dict[str, _Holder] = {}
-    for key, holder in holders.items():
-        if holder is not None and holder.is_alive(store, key, times, clock):
-            if holder.is_here:
-                held.add(key)
-            else:
-                undecided[key] = holder
-    while undecided:
-        clock.sleep(times.remote_poll)
-        for key, holder in list(undecided.items()):
-            before = holder.lease
-            if not holder.is_alive(store, key, times, clock):
-                del undecided[key]
-            elif holder.lease != before:
-                held.add(key)
-                del undecided[key]
+    elsewhere: dict[str, _Holder] = {}
+    for key, holder in zip(keys, holders, strict=True):
+        if holder is None or not holder.is_alive(store, key, times, clock):
+            continue
+        if holder.is_here:
+            held.add(key)
+        else:
+            elsewhere[key] = holder
+    if elsewhere:
+        clock.sleep(times.takeover)
+    for key, holder in elsewhere.items():
+        before = holder.lease
+        if holder.is_alive(store, key, times, clock) and holder.lease != before:
+            held.add(key)
     claims = in_parallel(lambda key: _claim(store, key, latest[key], key in held), keys)
     return dict(zip(keys, claims, strict=True))
 
@@ -296,7 +285,7 @@ def _claim(store: Store, stage_key: str, latest: int, held: bool) -> Claim:
     while record.get("stage") == PRUNE and attempt > 1:
         attempt -= 1
         record = _read_record(store, stage_key, attempt)
-    begun, inputs = None, None
+    begun, inputs = math.inf, frozenset[str]()
     with contextlib.suppress(*_UNREADABLE):
         begun = datetime.fromisoformat(record["time"]).timestamp()
     with contextlib.suppress(*_UNREADABLE):
@@ -323,7 +312,7 @@ def _create(
         "pid": own.pid,
         "started": own.started,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "lease": True,
+        "lease": True,  # without it, earlier releases would not wait for this attempt
         # Two claims must never be equal: a store without conditional puts compares them to see which one won.
         "token": uuid.uuid4().hex,
     }
@@ -341,8 +330,11 @@ def _key(stage_key: str, attempt: int) -> str:
 def _latest(store: Store, stage_key: str) -> int:
     names = (key.rsplit("/", 1)[-1].removesuffix(".json") for key in store.list(_folder(stage_key)))
     # Not `isdigit`, which also accepts characters that `int` does not, such as a superscript 2.
-    listed = max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
-    return store.last_number(listed, functools.partial(_key, stage_key))
+    number = max((int(name) for name in names if re.fullmatch("[0-9]+", name)), default=0)
+    # A listing may lack the last ones.
+    while store.exists(_key(stage_key, number + 1)):
+        number += 1
+    return number
 
 
 def _lease_key(stage_key: str, attempt: int) -> str:
@@ -353,13 +345,12 @@ def _read_holder(store: Store, stage_key: str, attempt: int) -> _Holder | None:
     """Return who claimed the number `attempt`; None if its record cannot be read."""
     try:
         content = _read_record(store, stage_key, attempt)
-        host, machine = str(content.get("host", "")), content.get("machine", this_machine())
+        host = str(content.get("host", ""))
         return _Holder(
             attempt,
             ProcessId(int(content["pid"]), float(content["started"])),
             host,
-            is_here=(host, machine) == here(),
-            has_lease=content.get("lease") is True,
+            is_here=(host, content.get("machine")) == here(),
             since=f"{datetime.fromisoformat(content['time']).astimezone():%d %b %H:%M}",
         )
     except _UNREADABLE:
@@ -373,21 +364,3 @@ def _read_record(store: Store, stage_key: str, attempt: int) -> dict[str, Any]:
         if isinstance(content, dict):
             return content
     return {}
-
-
-def _how_to_end(holder: ProcessId) -> str:
-    """Return the command that ends the holder, or nothing if it would end the whole machine or container."""
-    run = _run_of(holder)
-    return f" (kill {run})" if run > 1 else ""
-
-
-def _run_of(holder: ProcessId) -> int:
-    """Return the process that started the stage and would restart it: stage, its reaper, then the flow."""
-    with contextlib.suppress(psutil.Error):
-        reaper = psutil.Process(holder.pid).parent()
-        if reaper is None or "rlhf_core.run" not in reaper.cmdline():
-            return holder.pid
-        flow = reaper.parent()
-        if flow is not None:
-            return int(flow.pid)
-    return holder.pid

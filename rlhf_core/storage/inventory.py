@@ -7,6 +7,7 @@ claimed. Of a manifest only what is needed is kept in memory.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from rlhf_core.errors import CorruptArtifact
-from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import parse_artifact_address, parse_artifact_copy
 from rlhf_core.storage.bundles import DAMAGED, MANIFEST, Manifest, in_parallel, is_weights
@@ -50,14 +50,14 @@ class StoredArtifact:
     """An artifact of the store."""
 
     name: ArtifactName
-    folder: str
+    folders: tuple[str, ...]
     """Name of the folder with its files."""
     digest: str
     """`Manifest.digest`."""
     size: int
     """Bytes of its files."""
-    created: float | None
-    """Seconds since 1970; None if its manifest does not say it."""
+    created: float
+    """Seconds since 1970; infinite if its manifest does not say it."""
     has_weights: bool
     descends_from: frozenset[ArtifactName]
     """The artifacts that its stage read, and those that the configuration of its run names."""
@@ -65,9 +65,9 @@ class StoredArtifact:
     """Name of the model, and digest of the weights, that its stage has registered."""
 
     @property
-    def stage(self) -> StageName | None:
-        """The stage that made it; None if this release has no such stage."""
-        return next((stage for stage in STAGES if stage == self.name.stage), None)
+    def key(self) -> str:
+        """Key of its stage."""
+        return self.name.key
 
     @property
     def copy_name(self) -> str:
@@ -87,6 +87,11 @@ class Leftover:
     is_damaged: bool
     """Whether an artifact was found damaged. Its files are kept."""
 
+    @property
+    def key(self) -> str:
+        """Key of its stage."""
+        return self.name.key
+
 
 @dataclass(frozen=True)
 class Unfinished:
@@ -97,8 +102,8 @@ class Unfinished:
     """Bytes of all checkpoints."""
     steps: tuple[int, ...]
     """Steps with a file, ascending."""
-    saved: float | None
-    """When the last one was saved, in seconds since 1970. None if that is not known."""
+    saved: float
+    """When the last one was saved, in seconds since 1970; infinite if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ def read_artifact(store: Store, name: ArtifactName) -> StoredArtifact | None:
         return None
     return StoredArtifact(
         name,
-        manifest.folder,
+        (manifest.folder,),
         manifest.digest,
         sum(entry.size for entry in manifest.files),
         _created(manifest),
@@ -190,11 +195,11 @@ def artifacts_named(content: Any) -> Iterator[ArtifactName]:
             yield from artifacts_named(value)
 
 
-def _created(manifest: Manifest) -> float | None:
+def _created(manifest: Manifest) -> float:
     try:
         return datetime.fromisoformat(manifest.body["created"]).timestamp()
     except _NOT_THERE:
-        return None
+        return math.inf
 
 
 def _registered(manifest: Manifest) -> tuple[str, str] | None:
@@ -228,13 +233,13 @@ def _unfinished(store: Store, key: str) -> Unfinished | None:
     steps = sorted({int(match[1]) for match in map(_STEP.match, sizes) if match})
     if not steps:
         return None
-    saved: float | None = 0.0  # without a committed checkpoint, the time of the attempt counts
+    saved = 0.0  # without a committed checkpoint, the time of the attempt counts
     for step in reversed(steps):
         try:
             # By its key, because the listing may lack it.
             manifest = bundles.read(store, f"{prefix}/step-{step:08d}")
         except CorruptArtifact:
-            saved = None
+            saved = math.inf
             break
         if manifest is not None:
             saved = _created(manifest)

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import shutil
 import stat
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.errors import StoreError
 from rlhf_core.storage.backend import SMALL_BYTES, ObjectStatus
-from rlhf_core.system.files import TEMPORARY, UnfitFile, create_once, linked, read_bounded, replacing
-
-log = logging.getLogger(__name__)
+from rlhf_core.system.files import TEMPORARY, create_once, linked, read_bounded, replacing
 
 
 class LocalFiles:
@@ -29,7 +25,6 @@ class LocalFiles:
         self._root = root
 
     def put_file(self, source: Path, key: str, *, link: bool) -> None:
-        self._rename_folder_at(key)
         with self._errors("write", key), replacing(self._root / key, sync=True) as temporary:
             if not (link and linked(source, temporary)):
                 shutil.copyfile(source, temporary)
@@ -39,27 +34,19 @@ class LocalFiles:
             shutil.copyfile(self._root / key, temporary)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        self._rename_folder_at(key)
         with self._errors("write", key), replacing(self._root / key, sync=True) as temporary:
             temporary.write_bytes(data)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        self._rename_folder_at(key)
         with self._errors("create", key):
             return create_once(self._root / key, data, sync=True)
 
     def read_bytes(self, key: str) -> bytes | None:
-        path = self._root / key
         with self._errors("read", key):
             try:
-                return read_bounded(path, SMALL_BYTES)
+                return read_bounded(self._root / key, SMALL_BYTES)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            except UnfitFile:
-                # An error if the path cannot be followed (ELOOP): then nothing is known about the object.
-                if stat.S_ISREG(path.stat().st_mode):
-                    raise
-                return b""  # a folder, pipe or device at the path of an object counts as damage
 
     def read_start(self, key: str, size: int) -> bytes:
         with self._errors("read", key), (self._root / key).open("rb") as file:
@@ -100,7 +87,6 @@ class LocalFiles:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._rename_folder_at(key)
             with self._errors("delete", key):
                 (self._root / key).unlink(missing_ok=True)
 
@@ -120,18 +106,6 @@ class LocalFiles:
 
     def local_path(self, key: str) -> Path | None:
         return self._root / key
-
-    def _rename_folder_at(self, key: str) -> None:
-        """Rename a folder at the path of an object that will be written or deleted.
-
-        The store never creates such a folder.
-        """
-        path = self._root / key
-        if path.is_dir() and not path.is_symlink():
-            aside = path.with_name(f"aside-{uuid.uuid4().hex[:8]}-{path.name}")
-            with self._errors("rename", key):
-                path.rename(aside)
-            log.error("%s is a folder and not an object of the store; it was renamed to %s.", path, aside)
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from rlhf_core.errors import CorruptArtifact, StoreError
 from rlhf_core.storage import bundles
@@ -38,33 +37,17 @@ class Outbox:
         """Return the outbox in `folder`, or None for a local store, which needs none."""
         return None if store.is_local else cls(store, folder)
 
-    def add(
-        self,
-        prefix: str,
-        source: Path,
-        files: Sequence[FileEntry],
-        *,
-        folder: str,
-        body: Mapping[str, Any],
-        stored: Sequence[FileEntry] = (),
-    ) -> None:
-        """Write a bundle to the disk, replacing a pending one at `prefix`.
+    def add(self, bundle: Manifest, source: Path, stored: Sequence[FileEntry] = ()) -> None:
+        """Write a bundle to the disk, replacing a pending one with this prefix.
 
-        Args:
-            prefix: Key of the bundle.
-            source: Local folder with the files, as in `bundles.commit`.
-            files: The files of `source`.
-            folder: Name of the folder for the files below `prefix`.
-            body: Other entries of the manifest.
-            stored: Further files of the bundle, which are in the store already.
+        `bundle` and `source` are as in `bundles.commit`. `stored` are further files of the bundle, which are
+        in the store already.
         """
         if stored:
-            body = {**body, _STORED: [asdict(entry) for entry in stored]}
+            bundle = replace(bundle, body={**bundle.body, _STORED: [asdict(entry) for entry in stored]})
         # `commit` keeps a bundle that is there already.
-        self.discard(prefix)
-        bundles.commit(
-            self._pending, prefix, source, files, folder=folder, body=body, may_commit=lambda: None
-        )
+        self.discard(bundle.prefix)
+        bundles.commit(self._pending, bundle, source, may_commit=lambda: None)
 
     def pending(self, root: str) -> list[str]:
         """Return the sorted prefixes of the pending bundles below `root`."""
@@ -108,15 +91,13 @@ class Outbox:
             return None
         manifest, source = found
         body = {name: value for name, value in manifest.body.items() if name != _STORED}
+        bundle = replace(manifest, body=body)
         try:
             may_commit()  # also before the upload, which would be useless for a superseded attempt
             committed = bundles.commit(
                 self._store,
-                prefix,
+                bundle,
                 source,
-                manifest.files,
-                folder=manifest.folder,
-                body=body,
                 may_commit=may_commit,
                 files_elsewhere=(*files_elsewhere, *_stored(manifest)),
                 wait_for_uploads=wait_for_uploads,

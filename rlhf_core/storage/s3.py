@@ -179,16 +179,25 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
 
         async def small(self, path: str) -> bytes:
             """Return the content of an object of at most `limits.small_bytes`."""
+            content = await self._read(path, limits.small_bytes)
+            if len(content) > limits.small_bytes:
+                raise _TooMuch(
+                    f"it sends more than {limits.small_bytes} bytes for an object that must be small"
+                )
+            return content
+
+        async def start(self, path: str, size: int) -> bytes:
+            """Return the first `size` bytes of an object, also from a server that sends all of it."""
+            return (await self._read(path, size, Range=f"bytes=0-{size - 1}"))[:size]
+
+        async def _read(self, path: str, most: int, **request: Any) -> bytes:
+            """Read until the end of an object, or until there are more than `most` bytes."""
             bucket, key, _ = self.split_path(path)
-            body = (await self._call_s3("get_object", Bucket=bucket, Key=key))["Body"]
+            body = (await self._call_s3("get_object", Bucket=bucket, Key=key, **request))["Body"]
             content = bytearray()
             try:
-                while part := await body.read(2**16):
+                while len(content) <= most and (part := await body.read(2**16)):
                     content += part
-                    if len(content) > limits.small_bytes:
-                        raise _TooMuch(
-                            f"it sends more than {limits.small_bytes} bytes for an object that must be small"
-                        )
             finally:
                 body.close()
             return bytes(content)
@@ -199,18 +208,6 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
             answer = await self._call_s3("get_object", Bucket=bucket, Key=key)
             answer["Body"].close()
             return ObjectStatus(answer["ContentLength"], answer["LastModified"].timestamp())
-
-        async def start(self, path: str, size: int) -> bytes:
-            """Return the first `size` bytes of an object, also from a server that sends all of it."""
-            bucket, key, _ = self.split_path(path)
-            answer = await self._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes=0-{size - 1}")
-            content = bytearray()
-            try:
-                while len(content) < size and (part := await answer["Body"].read(2**16)):
-                    content += part
-            finally:
-                answer["Body"].close()
-            return bytes(content[:size])
 
     return Bounded
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.config.allowed_hosts import server_problem
@@ -138,18 +138,6 @@ class Store:
         if status is None:
             raise StoreError(f"The store did not keep {self.uri(key)}.")
         return status.modified
-
-    def last_number(self, listed: int, key: Callable[[int], str]) -> int:
-        """Return the number of the last one of consecutively numbered objects.
-
-        Args:
-            listed: The last one in a listing, which may lack those after it; 0 if it has none.
-            key: Returns the key of a number.
-        """
-        number = listed
-        while self.exists(key(number + 1)):
-            number += 1
-        return number
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
         """Return the bytes of each object at or below the folder `prefix`, by full key."""

@@ -21,7 +21,7 @@ _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CHANGES_NUMBERS = (
     "algo", "cluster/ranks.py", "config", "data", "engines", "evaluation", "models", "ppo", "rewards",
-    "seeds.py", "stages", "system/environment.py", "types.py", "weight_sync",
+    "seeds.py", "stages", "system/environment.py", "types.py",
 )  # fmt: skip
 """Parts of `rlhf_core` that can change the numbers of a stage. The others run, store and report them."""
 

@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """Time that code which waits for a stalled participant has to report it, before the monitor calls `fail`."""
-_STACKS_SECONDS = 3.0
+_STACKS_SECONDS = 2.0
+"""Time in which a process has written its stacks."""
 _RECORD_BYTES = 1500
 """More than any record has: 100 characters of the activity, with up to 12 bytes each in JSON."""
 
@@ -311,7 +312,7 @@ class Monitor:
 
     def save_stacks(self) -> None:
         """Have each participant write the stacks of its threads into its file in `folder`."""
-        sizes_before: dict[str, int] = {}
+        asked = False
         for participant in self._all():
             stacks = _stacks_file(self.folder, participant.name)
             if participant.state != "running":
@@ -319,12 +320,14 @@ class Monitor:
                 continue
             if not participant.is_local:
                 continue
-            sizes_before[participant.name] = _size(stacks)
             if _registration is not None and _is_this_process(participant):
                 _registration.dump_stacks()
             else:
                 participant.process.send(signal.SIGUSR1)
-        self._wait_for_stacks(sizes_before)
+                asked = True
+        # faulthandler does not report when it has written. Without a wait, a process may be killed before.
+        if asked:
+            time.sleep(_STACKS_SECONDS)
         elsewhere = {} if self._other_hosts is None else self._other_hosts.save_stacks()
         for name, text in elsewhere.items():
             _append(_stacks_file(self.folder, name), text)
@@ -388,19 +391,6 @@ class Monitor:
                     participant.seconds = previous.seconds + passed
                 self._participants[name] = participant
             self._participants.update({each.name: each for each in elsewhere})
-
-    def _wait_for_stacks(self, sizes_before: dict[str, int]) -> None:
-        """Wait until each stacks file has grown and is complete, for at most `_STACKS_SECONDS`."""
-        deadline = time.monotonic() + _STACKS_SECONDS
-        while time.monotonic() < deadline:
-            sizes = {name: _size(_stacks_file(self.folder, name)) for name in sizes_before}
-            time.sleep(0.1)
-            # A file that stops growing is complete: faulthandler does not report its end.
-            if all(
-                sizes_before[name] < size == _size(_stacks_file(self.folder, name))
-                for name, size in sizes.items()
-            ):
-                return
 
 
 def _culprits(participants: list[Participant]) -> list[Participant]:
@@ -474,7 +464,3 @@ def _append(file: Path, text: str) -> None:
             stacks.write(text)
     except OSError as error:
         log.warning("%s cannot be written: %s", file, error.strerror)
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0

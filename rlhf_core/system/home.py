@@ -21,7 +21,6 @@ home/
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.errors import InputError
@@ -83,11 +82,45 @@ def mlflow_artifacts_of(database: Path) -> Path:
     return database.with_name("mlartifacts")
 
 
-@dataclass(frozen=True)
 class Home:
-    """The folder `run.home`. Nothing is created by asking for a path."""
+    """The folder `run.home`. Nothing is created by asking for a path.
 
-    path: Path
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+        self.runs = path / "runs"
+        self.logs = path / "logs"
+        self.works = path / "work"
+        """Scratch files of all stage keys."""
+        self.judge = path / "judge"
+        """Replies of language models."""
+        self.store = path / "store"
+        """The store, if no other is configured."""
+        self.cache = path / "cache"
+        self.outbox = path / "outbox"
+        self.parts = path / "parts"
+        """Outbox of this host as an agent. A driver on this host must not take a part for a checkpoint."""
+        self.spool = path / "spool"
+
+        self.mlflow_database = path / "mlflow.db"
+        self.mlflow_artifacts = mlflow_artifacts_of(self.mlflow_database)
+
+        self.prefect = path / "prefect"
+        """Folder of the Prefect server that `rlhf run` starts."""
+        self.prefect_profiles = self.prefect / "profiles.toml"
+        """Settings of Prefect clients for the server of `rlhf up`."""
+
+        self.servers = path / "servers"
+        """Everything that `rlhf up` starts."""
+        self.servers_ports = self.servers / "ports.json"
+        """The ports of the servers of `rlhf up` at the last start."""
+        self.servers_state = self.servers / "state.json"
+        self.servers_login = self.servers / "login"
+        self.supervisor_log = self.servers / "supervisor.log"
 
     @classmethod
     def of(cls, folder: str | Path) -> Home:
@@ -108,19 +141,9 @@ class Home:
             ) from error
         return self
 
-    # -- runs --
-
     def run(self, name: str) -> Path:
         """Return the folder of the run `name`."""
-        return self.path / "runs" / name
-
-    @property
-    def runs(self) -> Path:
-        return self.path / "runs"
-
-    def tune(self, name: str) -> Path:
-        """Return the temporary folder of the trials of `rlhf tune` for the run `name`."""
-        return self.run(name) / "tune"
+        return self.runs / name
 
     def run_states(self) -> Iterator[Path]:
         """Yield the `run.json` of every run."""
@@ -130,30 +153,21 @@ class Home:
         """Yield the `summary.json` of every run that finished its stages."""
         return self.runs.glob("*/summary.json")
 
-    def kept_versions(self, digest: str) -> Path:
-        """Return the file with the versions that the references of an unfinished run stand for."""
-        return self.path / "references" / f"{digest}.json"
-
-    # -- logs --
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    def tune(self, name: str) -> Path:
+        """Return the temporary folder of the trials of `rlhf tune` for the run `name`."""
+        return self.run(name) / "tune"
 
     def run_logs(self, name: str) -> Path:
         """Return the folder with the logs of the stages of the run `name`."""
         return self.logs / name
 
-    # -- stages --
+    def kept_versions(self, digest: str) -> Path:
+        """Return the file with the versions that the references of an unfinished run stand for."""
+        return self.path / "references" / f"{digest}.json"
 
     def work(self, stage: str, key: str) -> Path:
         """Return the folder for scratch files of the attempts at a stage key."""
         return self.works / f"{stage}-{key}"
-
-    @property
-    def works(self) -> Path:
-        """Folder of the scratch files of all stage keys."""
-        return self.path / "work"
 
     def rollout_cache(self, stage: str, key: str) -> Path:
         """Return the folder for rollouts, which outlives an attempt at a stage key.
@@ -165,79 +179,3 @@ class Home:
     def stacks(self, stage: str, key: str, attempt: int) -> Path:
         """Return the folder for the Python stacks of the processes of an attempt."""
         return self.path / "stacks" / f"{stage}-{key}-{attempt:06d}"
-
-    @property
-    def judge(self) -> Path:
-        """Folder of the replies of language models."""
-        return self.path / "judge"
-
-    # -- store and tracker --
-
-    @property
-    def store(self) -> Path:
-        """The store, if no other is configured."""
-        return self.path / "store"
-
-    @property
-    def cache(self) -> Path:
-        return self.path / "cache"
-
-    @property
-    def outbox(self) -> Path:
-        return self.path / "outbox"
-
-    @property
-    def parts(self) -> Path:
-        """Outbox of this host as an agent. A driver on this host must not take a part for a checkpoint."""
-        return self.path / "parts"
-
-    @property
-    def spool(self) -> Path:
-        return self.path / "spool"
-
-    @property
-    def mlflow_database(self) -> Path:
-        return self.path / "mlflow.db"
-
-    @property
-    def mlflow_artifacts(self) -> Path:
-        return mlflow_artifacts_of(self.mlflow_database)
-
-    # -- servers --
-
-    @property
-    def prefect(self) -> Path:
-        """Folder of the Prefect server that `rlhf run` starts."""
-        return self.path / "prefect"
-
-    @property
-    def prefect_profiles(self) -> Path:
-        """Settings of Prefect clients for the server of `rlhf up`."""
-        return self.prefect / "profiles.toml"
-
-    @property
-    def servers(self) -> Path:
-        """Folder of everything that `rlhf up` starts."""
-        return self.path / "servers"
-
-    @property
-    def servers_ports(self) -> Path:
-        """The ports of the servers of `rlhf up` at the last start."""
-        return self.servers / "ports.json"
-
-    @property
-    def servers_state(self) -> Path:
-        return self.servers / "state.json"
-
-    @property
-    def servers_lock(self) -> Path:
-        """Locked by the `rlhf up` that starts the servers."""
-        return self.servers / "up.lock"
-
-    @property
-    def servers_login(self) -> Path:
-        return self.servers / "login"
-
-    @property
-    def supervisor_log(self) -> Path:
-        return self.servers / "supervisor.log"

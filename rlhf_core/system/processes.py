@@ -22,9 +22,6 @@ from rlhf_core.errors import InfrastructureError
 
 _PR_SET_PDEATHSIG = 1
 _TICKS = os.sysconf("SC_CLK_TCK")
-_SINCE_EPOCH = 1e9
-"""Start times of records of earlier releases, in seconds since the epoch, are larger."""
-_SUSPENDED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _KILL_SECONDS = 5.0
 """Time that the kernel may need for a SIGKILL on a loaded machine."""
 
@@ -40,35 +37,35 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
         """Return the identity of the process that has `pid` now, or None."""
-        with contextlib.suppress(OSError):
-            # The fields after the name of the program, which can contain spaces and brackets.
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            return cls(pid, int(fields[19]) / _TICKS)
-        return None
+        fields = _stat(pid)
+        return cls(pid, int(fields[19]) / _TICKS) if fields else None
 
     def alive(self) -> bool:
         """Return whether the process is running. A zombie is not."""
-        # A pid from a damaged file may be invalid.
-        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
-            process = psutil.Process(self.pid)
-            if self.started > _SINCE_EPOCH:
-                same = abs(process.create_time() - self.started) < 1.0
-            else:
-                same = ProcessId.of(self.pid) == self
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        return False
+        return self._state() not in (b"", b"Z", b"X")
 
     def suspended(self) -> bool:
         """Return whether the process is suspended by SIGSTOP or a debugger: alive, but not executing."""
-        with contextlib.suppress(psutil.Error):
-            return self.alive() and psutil.Process(self.pid).status() in _SUSPENDED
-        return False
+        return self._state() in (b"T", b"t")
+
+    def _state(self) -> bytes:
+        """Return the kernel's letter for the state of the process; empty if another one has its pid now."""
+        fields = _stat(self.pid)
+        return fields[0] if fields and int(fields[19]) / _TICKS == self.started else b""
 
     def send(self, signum: int) -> None:
         """Send a signal to the process if it is running."""
         if self.alive():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signum)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of `/proc/{pid}/stat` from the state on; empty if there is no such process."""
+    with contextlib.suppress(OSError):
+        # The name of the program before them can contain spaces and brackets.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return []
 
 
 def this_machine() -> str:
@@ -100,8 +97,8 @@ class RecordedProcess(NamedTuple):
     started: float
     """See `ProcessId`."""
     host: str
-    machine: str | None = None
-    """See `this_machine`. None in records of earlier releases, which are taken for those of this machine."""
+    machine: str = ""
+    """See `this_machine`. Empty in records of earlier releases."""
     installation: str = ""
     """See `installation`."""
 
@@ -121,7 +118,7 @@ class RecordedProcess(NamedTuple):
         own = observer or RecordedProcess.own()
         if self.host != own.host:
             return None
-        if self.machine is None or own.machine is None or self.machine == own.machine:
+        if self.machine == own.machine:
             return ProcessId(self.pid, self.started).alive()
         same_boot = self.machine.split()[:1] == own.machine.split()[:1]
         if self.installation and self.installation == own.installation and not same_boot:

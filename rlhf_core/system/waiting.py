@@ -22,7 +22,7 @@ _random = random.Random()
 class Clock:
     """The monotonic clock of this machine, as an argument of code that reads the time and waits.
 
-    Tests use `rlhf_core.testing.clock.ManualClock`. Code that only reads the time takes a function such as
+    Tests use `rlhf_core.testing.machine.ManualClock`. Code that only reads the time takes a function such as
     `time.monotonic`.
     """
 
@@ -45,14 +45,8 @@ def seconds_since_boot() -> float:
 SYSTEM_CLOCK = Clock()
 
 
-def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Return the result of `call`. Raises TimeoutError if it takes longer than `seconds`.
-
-    It is for libraries that limit only the time between two reads.
-
-    `call` runs in a daemon thread, so that it does not delay the end of the process. After the time limit it
-    continues there, and its result is ignored.
-    """
+def in_background(call: Callable[[], _T]) -> Future[_T]:
+    """Run `call` in a daemon thread, which does not delay the end of the process. Return its future."""
     future: Future[_T] = Future()
 
     def run() -> None:
@@ -61,8 +55,17 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="within", daemon=True).start()
-    return future.result(timeout=seconds)
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return future
+
+
+def within(seconds: float, call: Callable[[], _T]) -> _T:
+    """Return the result of `call`. Raises TimeoutError if it takes longer than `seconds`.
+
+    It is for libraries that limit only the time between two reads. After the time limit, `call` continues in
+    its thread, and its result is ignored.
+    """
+    return in_background(call).result(timeout=seconds)
 
 
 def backoff(

@@ -26,11 +26,9 @@ The other fakes are in modules of their own. `trainer`, `ranks` and `fleet` impo
     trainer    a scripted training engine
     ranks      ranks and engines of the stages other than PPO, in this process
     fleet      the ranks and engines of PPO, in this process
-    actors     an actor whose calls run in this process
-    cluster    the nodes of a Ray cluster
-    machine    a machine with other GPUs and packages than this one
+    cluster    the nodes of a Ray cluster, and actors whose calls run in this process
+    machine    a machine with other GPUs and packages than this one, and a clock that does not wait
     store      a store that fails or waits at chosen operations
-    clock      a clock that does not wait
 
 The context managers `scripted_engines`, `scripted_trainers` and `scripted_ranks` replace classes of this
 package until they end. The other fakes are arguments.

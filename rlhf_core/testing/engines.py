@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Unpack
 from unittest import mock
 
+from typing_extensions import override
+
+from rlhf_core.engines.sync.wire import folder_checksums
 from rlhf_core.engines.vllm import Engine, SamplingOptions
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.files import folder_checksums
 
 
 @dataclass(frozen=True)
@@ -53,28 +54,6 @@ class Reply:
 Respond = Callable[[Request], Reply]
 
 
-@dataclass
-class _Running:
-    """Responses to a prompt that are sampled token by token."""
-
-    rollouts: list[Rollout]
-    tokens: int = 0
-    """Number of tokens that each response has, unless it is shorter."""
-    versions: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    """First token of each version."""
-
-    def labelled(self) -> list[Rollout]:
-        """Return the responses with the versions that have sampled them."""
-        labelled = []
-        for rollout in self.rollouts:
-            length = len(rollout.response_ids)
-            spans = tuple(pair for pair in zip(self.starts, self.versions, strict=True) if pair[0] < length)
-            version = self.versions[0]
-            labelled.append(replace(rollout, policy_version=version, spans=spans if len(spans) > 1 else ()))
-        return labelled
-
-
 class ScriptedEngine(Engine):
     """An engine that does not load a model. Log-probabilities of its tokens are 0.
 
@@ -99,12 +78,6 @@ class ScriptedEngine(Engine):
         """Tokens of the longest reply of each call so far."""
         self.asleep: set[str] = set()
         """Parts of the memory that `sleep` has freed: `weights`, `kv_cache`."""
-        self.weight_version = 0
-        """Policy version with which `advance` labels tokens."""
-        self.is_paused = False
-        """Between `pause` and `resume`."""
-        self._running: dict[str, _Running] = {}
-        self._begun = 0
         self.prefix_resets = 0
         """How often `forget_prefixes` was called."""
         self.is_shut_down = False
@@ -182,52 +155,6 @@ class ScriptedEngine(Engine):
                 )
                 sampled.append(rollouts)
         return sampled
-
-    @property
-    @override
-    def kept(self) -> int:
-        return len(self._running)
-
-    @override
-    def begin(
-        self, prompts: Sequence[tuple[PromptExample, int]], **options: Unpack[SamplingOptions]
-    ) -> list[str]:
-        """Ask `respond` for the responses, which `advance` returns token by token."""
-        names = []
-        for prompt, seed in prompts:
-            rollouts = self.generate([prompt], seeds=[seed], policy_version=self.weight_version, **options)
-            names.append(str(self._begun))
-            self._running[names[-1]] = _Running(rollouts)
-            self._begun += 1
-        return names
-
-    @override
-    def advance(self) -> dict[str, list[Rollout]]:
-        """Sample one more token of each response.
-
-        Raises:
-            RuntimeError: If the engine is paused.
-        """
-        if self.is_paused:
-            raise RuntimeError("the engine is paused")
-        ended = {}
-        for name, running in list(self._running.items()):
-            if running.versions[-1:] != [self.weight_version]:
-                running.versions.append(self.weight_version)
-                running.starts.append(running.tokens)
-            running.tokens += 1
-            if running.tokens >= max(len(rollout.response_ids) for rollout in running.rollouts):
-                ended[name] = running.labelled()
-                del self._running[name]
-        return ended
-
-    @override
-    def pause(self) -> None:
-        self.is_paused = True
-
-    @override
-    def resume(self) -> None:
-        self.is_paused = False
 
     @override
     def choose(self, prompts: Sequence[Sequence[int]], choices: Sequence[int]) -> list[int]:

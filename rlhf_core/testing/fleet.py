@@ -15,26 +15,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.config.placement import Group, Role, plan
+from rlhf_core.config.placement import Group, PPOSettings, Role
 from rlhf_core.engines.distributed import Rank
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import RLHFError, WorkerDied
-from rlhf_core.ppo.fleet.engine_actor import EngineActor
+from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.placement import Placement, assign
-from rlhf_core.ppo.fleet.prompt_queue import KeptRequests, PromptQueue
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.reward_actor import RewardActor
 from rlhf_core.ppo.training.batch import RolloutColumns
 from rlhf_core.system.heartbeat import Monitor, Participant, State
-from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.engines import ScriptedEngine
-from rlhf_core.weight_sync.sender import SyncReport
 
 A = TypeVar("A", bound=Actor)
 R = TypeVar("R")
@@ -184,7 +184,7 @@ class ScriptedRank(ModelWorker):
         # Not the constructor of the base class, which registers the process.
         self.participant = _participant("scripted rank")
         self.counters = Counter()
-        self._config = config or PipelineConfig()
+        self._settings = PPOSettings.of(config or PipelineConfig())
         self._rank = Rank()
         self._models = dict(models or {})
         self._members = []
@@ -220,24 +220,23 @@ class ScriptedEngineActor(EngineActor):
         # Not the constructor of the base class, which registers the process.
         self.participant = _participant("scripted engine")
         self.counters = Counter()
-        self._config = PipelineConfig()
+        self._settings = PPOSettings.of(PipelineConfig())
         self._engine = engine
         self._version = -1
         self._adapter_config = None
         self._index = index
-        self._kept = KeptRequests(engine, most=2, ask_seconds=0.0)
 
     def receive(self, version: int) -> None:
         """Hold the weights of policy `version`."""
-        self._version = self._engine.weight_version = version
+        self._version = version
 
     @override
-    def load(self) -> None:
+    def start_engine(self) -> None:
         """Do nothing: the engine is loaded."""
 
     @override
     def _fetch(self, call: Pending[R]) -> R:
-        [result] = ScriptedActorClient().fetch([call], self._config.run.timeouts.sync)
+        [result] = ScriptedActorClient().fetch([call], self._settings.run.timeouts.sync)
         return result
 
 
@@ -250,8 +249,6 @@ class ScriptedQueue(PromptQueue):
         self.counters = Counter()
         self._left = {}
         self._share = {}
-        self._given = {}
-        self._paused = False
 
 
 class ScriptedRewards(RewardActor):
@@ -311,7 +308,7 @@ class ScriptedFleet(Fleet):
         device: str = "cpu",
     ) -> None:
         config = config or PipelineConfig()
-        super().__init__(config, plan(config.ppo), device, folders={}, pad_id=0)
+        super().__init__(PPOSettings.of(config), device, folders={}, pad_id=0)
         self._client = self.client = ScriptedActorClient(config.run.timeouts)
         self._monitor = self.client.monitor
         self._ranks = dict(ranks or {})
@@ -336,7 +333,7 @@ class ScriptedFleet(Fleet):
         return self
 
     @override
-    def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Do nothing: nothing was started."""
 
     # -- start --
@@ -360,7 +357,7 @@ class ScriptedFleet(Fleet):
         return dict.fromkeys(group.roles, "")
 
     @override
-    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+    def _start_rank(self, group: Group, rank: int) -> RemoteActor[ModelWorker]:
         return scripted_actor(self._ranks[group.roles[0]][rank])
 
     @override

@@ -1,20 +1,32 @@
-"""Another machine than this one, for tests of checks, plans and keys that depend on GPUs or packages.
+"""Another machine than this one, for tests of checks, plans and keys that depend on GPUs or packages; its
+clock, and the figures of its GPU.
 
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
 with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * 8)):
     assert config_from_tree({}).sft.deepspeed.dtype == "bfloat16"
+
+A GPU whose figures are scripted, for `rlhf_core.cluster.rpc.GpuSampler`:
+
+gpu = ScriptedGpu([GpuSample(busy=0.5, memory=0.25)])
+sampler = GpuSampler(lambda: "update_policy", gpu.read, seconds=0.001)
+gpu.exhausted.wait(5)
+assert sampler.counters()["gpu_busy/update_policy"] == 0.5
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from typing_extensions import override
+
+from rlhf_core.cluster.rpc import GpuSample
 from rlhf_core.system.machine import MACHINE, Disk, Machine
-from rlhf_core.system.overriding import override
+from rlhf_core.system.waiting import Clock
 
 _BUILDS = {"cpu": {}, "cuda": {"cuda": "13.0"}, "rocm": {"hip": "7.1.52802"}}
 """Values in `torch/version.py` of each build."""
@@ -101,3 +113,48 @@ def on_machine(machine: Machine) -> Iterator[None]:
         yield
     finally:
         MACHINE.reset(token)
+
+
+class ManualClock(Clock):
+    """A clock that only `sleep` moves. Nothing waits.
+
+    Attributes:
+        now: what `monotonic` returns, in seconds; tests may change it.
+        events: what will happen, as pairs of a time and a call. `sleep` calls and removes those whose time
+            has come.
+    """
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+        self.events: list[tuple[float, Callable[[], object]]] = []
+
+    @override
+    def monotonic(self) -> float:
+        return self.now
+
+    @override
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for event in [event for event in self.events if event[0] <= self.now]:
+            self.events.remove(event)
+            event[1]()
+
+
+class ScriptedGpu:
+    """Gives its samples one after the other, then fails as a driver does that does not tell its figures.
+
+    Args:
+        samples: The readings.
+    """
+
+    def __init__(self, samples: Sequence[GpuSample]) -> None:
+        self._samples = list(samples)
+        self.exhausted = threading.Event()
+        """Set after the last sample was counted."""
+
+    def read(self) -> GpuSample:
+        """Return the next sample. Raises RuntimeError if there are no more."""
+        if not self._samples:
+            self.exhausted.set()
+            raise RuntimeError("Driver Not Loaded")
+        return self._samples.pop(0)

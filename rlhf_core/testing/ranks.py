@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from typing_extensions import override
+
 from rlhf_core.cluster.ranks import RankGroup, RankLayout, folders_in
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.trainer import single_rank
 from rlhf_core.types import StageContext
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from typing_extensions import override
+
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 
 Operation = Literal[
     "put_file",

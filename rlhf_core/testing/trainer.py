@@ -27,11 +27,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.deepspeed import TrainingEngine, learning_rate
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.system.overriding import override
 
 _FILE = "scripted_trainer.json"
 

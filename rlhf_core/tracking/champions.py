@@ -8,7 +8,7 @@ The log (`champion_log`) decides who is champion. A change of the champion is ma
     4. a mark in the log that both are written
 
 After a kill between two of them, `settle` writes what is missing. Every command and every registration begins
-with it. An alias that a person moves in MLflow is not moved back.
+with it. An alias that a person moves in MLflow after the mark is not moved back.
 """
 
 from __future__ import annotations
@@ -162,12 +162,12 @@ def move_champion(mlflow: Mlflow, model: str, move: Move, after: int) -> Move:
     """Make `move.version` champion, or nobody if it is None, in the order of the module's docstring.
 
     Return the move as it was recorded: `done`, or `overtaken` if another one was recorded after the entry
-    `after` of the log. It is `overtaken` as well if a person moved the alias, or revoked or deleted the
-    version, before the alias was set.
+    `after` of the log. It is `overtaken` as well if a person revoked or deleted the version before the alias
+    was set.
     """
     number = append(mlflow, model, after, move)
     failpoint("champion.recorded")
-    entries, _ = settled(mlflow, model)
+    entries = settle(mlflow, model)
     made = next(each for each in entries.moves if each.number == number)
     counted = [each for each in entries.moves if each.state != "overtaken"]
     if made == counted[-1] and _champion(mlflow, model) != made.version:
@@ -175,68 +175,56 @@ def move_champion(mlflow: Mlflow, model: str, move: Move, after: int) -> Move:
     return made
 
 
-def settle(mlflow: Mlflow, model: str) -> str | None:
-    """Write what the log demands to the registered model. If the champion is revoked after that, give the
-    alias to the last champion in the log that is not, and return the version that had it.
+def settle(mlflow: Mlflow, model: str) -> Log:
+    """Write what the log demands to the registered model, and return the log. If the champion is revoked
+    after that, give the alias to the last champion in the log that is not.
     """
-    return settled(mlflow, model)[1]
-
-
-def settled(mlflow: Mlflow, model: str) -> tuple[Log, str | None]:
-    """Return the log, all of whose moves are written to the registered model, and the result of `settle`."""
     entries = read_log(mlflow, model)
-    written, lost, has_set = entries.written, None, False
+    written = entries.written
     while True:
         moves = [move for move in entries.moves if move.number > written and move.state != "overtaken"]
         if moves:
-            has_set = _write(mlflow, model, moves, has_set) or has_set
-        lost = _replace_revoked(mlflow, model, entries) or lost
-        if not moves and lost is None:
-            return entries, None
+            _write(mlflow, model, moves)
+        has_replaced = _replace_revoked(mlflow, model, entries)
+        if not moves and not has_replaced:
+            return entries
         now = read_log(mlflow, model)
         if now.last == entries.last:
             break
         # Another process may have written a later move before this one set the alias.
-        entries, has_set = now, has_set or lost is not None
+        entries = now
     if moves:
         mark_written(mlflow, model, entries.last)
         failpoint("champion.done")
     # Not read again: a move that was recorded after this is not written yet.
     done = [replace(move, state="done") if move.state == "started" else move for move in entries.moves]
-    return entries._replace(moves=done, written=entries.last), lost
+    return entries._replace(moves=done, written=entries.last)
 
 
-def _write(mlflow: Mlflow, model: str, moves: Sequence[Move], has_set: bool) -> bool:
-    """Write moves that may not be written yet to the registered model. Return whether the alias was set.
-
-    It is not if it is at neither end of a move, unless this process has set it before (`has_set`): then a
-    person moved it, which is respected.
-    """
+def _write(mlflow: Mlflow, model: str, moves: Sequence[Move]) -> None:
+    """Write moves that may not be written yet to the registered model."""
     for move in moves:
         number = move.previous
         if move.action == "rolled_back" and number is not None and mlflow.version(model, number) is not None:
             mlflow.tag_version(model, number, {REVOKED: move.reason})
             failpoint("champion.revoked")
     target = moves[-1].version
-    ends = {number for move in moves for number in (move.version, move.previous)}
-    is_by_hand = not has_set and _champion(mlflow, model) not in ends
-    if is_by_hand or (target is not None and mlflow.version(model, target) is None):
-        return False
+    if target is not None and mlflow.version(model, target) is None:
+        return  # deleted in the meantime
     failpoint("champion.checked")
     _set(mlflow, model, target)
     failpoint("champion.moved")
-    return True
 
 
-def _replace_revoked(mlflow: Mlflow, model: str, entries: Log) -> str | None:
-    """If the champion is revoked, give the alias to the last one in the log that is not. Return the version
-    that had it.
+def _replace_revoked(mlflow: Mlflow, model: str, entries: Log) -> bool:
+    """If the champion is revoked, give the alias to the last one in the log that is not. Return whether it
+    was given.
     """
     champion = mlflow.by_alias(model, CHAMPION)
     if champion is None or find_revocation(mlflow, model, champion) is None:
-        return None
+        return False
     if read_log(mlflow, model).last != entries.last:
-        return None  # another process revokes the champion now, and names the next one
+        return False  # another process revokes the champion now, and names the next one
     versions = _versions_of_rollbacks(mlflow, model, entries.moves)
     target = None
     for number in _former_champions(entries.moves):
@@ -249,7 +237,7 @@ def _replace_revoked(mlflow: Mlflow, model: str, entries: Log) -> str | None:
         "%s: version %s is revoked and had the alias `%s`; %s has it now",
         model, champion.version, CHAMPION, f"version {target}" if target else "none",
     )  # fmt: skip
-    return champion.version
+    return True
 
 
 def _former_champions(moves: Sequence[Move]) -> list[str | None]:
@@ -331,24 +319,19 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
     """
     with registry_errors(mlflow, f"roll back {model!r}"):
         begun = _begin(mlflow, model, reason)
-        champion, last, seen, lost = begun.champion, begun.last, begun.seen, begun.lost
+        champion, last, seen = begun.champion, begun.last, begun.seen
         if to not in (None, NONE):
             to = find_version(mlflow, model, to).version
-        # Before the checks below: after a rollback to no champion, the same command finds none.
-        if last is not None and _is_same_rollback(last, champion.version if champion else None, reason, to):
-            return Moved(last, last.number in begun.interrupted)
-        if lost is not None:
-            raise InputError(
-                f"version {lost} of {model} was revoked already, and had the alias `{CHAMPION}`;"
-                f" {f'version {champion.version}' if champion else 'none'} has it now, and nothing else was"
-                f" changed; see `rlhf champions {model}`, and decide again"
-            )
         now = champion.version if champion else None
+        # Before the checks below: after a rollback to no champion, the same command finds none.
+        if last is not None and _is_same_rollback(last, now, reason, to):
+            return Moved(last, last.number in begun.interrupted)
         if now != seen:
             raise InputError(
-                f"an interrupted move was finished, and the champion of {model} is"
-                f" {f'version {now}' if now else 'none'} now, not {f'version {seen}' if seen else 'none'};"
-                f" nothing else was changed; see `rlhf champions {model}`, and decide again"
+                "an interrupted move was finished, or a revoked champion was replaced, and the champion of"
+                f" {model} is {f'version {now}' if now else 'none'} now, not"
+                f" {f'version {seen}' if seen else 'none'}; nothing else was changed; see"
+                f" `rlhf champions {model}`, and decide again"
             )
         if champion is None:
             raise InputError(f"{model} has no champion that could be rolled back; use `rlhf promote`")
@@ -413,8 +396,6 @@ class _Begun(NamedTuple):
     """The champion that the person could see."""
     interrupted: frozenset[int]
     """Numbers of the moves that this command finished."""
-    lost: str | None
-    """Result of `settle`."""
     log: Log
     champion: ModelVersion | None
 
@@ -434,16 +415,16 @@ def _begin(mlflow: Mlflow, model: str, reason: str) -> _Begun:
             f" got {len(reason)}; shorten it"
         )
     _require_model(mlflow, model)
-    seen = _champion(mlflow, model)  # before `settled`, which can change it
+    seen = _champion(mlflow, model)  # before `settle`, which can change it
     interrupted = frozenset(move.number for move in history(mlflow, model) if move.state == "started")
-    entries, lost = settled(mlflow, model)
+    entries = settle(mlflow, model)
     # After the log: a move that was made in between is not in the log, and this command then does not count.
-    return _Begun(seen, interrupted, lost, entries, mlflow.by_alias(model, CHAMPION))
+    return _Begun(seen, interrupted, entries, mlflow.by_alias(model, CHAMPION))
 
 
 def _require_model(mlflow: Mlflow, model: str) -> None:
     if mlflow.model_tags(model) is None:
-        names = without_logs(mlflow.model_names(10))
+        names = without_logs(mlflow.all_model_names())[:10]
         raise InputError(
             f"MLflow has no registered model {model!r}; it has {', '.join(names) or 'none'}; check the name,"
             " --home and MLFLOW_TRACKING_URI"

@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from rlhf_core.config.consistency import prompts_for_level
+from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import RLHFError
-from rlhf_core.evaluation.evidence import prompts_for_evidence
-from rlhf_core.evaluation.measures import NOT_IDENTIFIED
+from rlhf_core.evaluation.evidence import prompts_for_evidence, prompts_for_level
+from rlhf_core.evaluation.measures import NOT_IDENTIFIED, results_of
 from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences, units
 
 _BETTER = "train a better policy"
@@ -93,22 +93,24 @@ class Evaluation:
         return Verdicts(self.wins, self.losses, self.ties)
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], reward_model_digest: str | None) -> Evaluation:
-        """Create the record from `evaluation.json`. Raises RLHFError if it has no win rate or no verdicts."""
-        win_rate, verdicts = _mean(content.get("win_rate")), content.get("verdicts")
+    def of(cls, content: Mapping[str, Any], policy: PolicyStage) -> Evaluation:
+        """Create the record of a policy from `evaluation.json`. Raises RLHFError if it has no win rate or no
+        verdicts.
+        """
+        own = results_of(content, policy)
+        win_rate, verdicts = _mean(own.get("win_rate")), own.get("verdicts")
         if win_rate is None or not isinstance(verdicts, Mapping):
             raise RLHFError(
                 "evaluation.json has no win_rate.mean or no verdicts; the evaluate stage must be run again."
             )
         judge, prompts = content.get("judge"), content.get("prompts", 0)
-        digests = dict(content.get("judge_digests") or {}) | {"reward_model": reward_model_digest}
         return cls(
             win_rate=win_rate,
             **verdicts,
             judge=judge,
-            judge_digest=digests.get(str(judge)),
-            judge_trained_on=bool(content.get("judge_trained_on")),
-            regression=regression_differences(content.get("regression") or {}),
+            judge_digest=content.get("judge_digests", {}).get(judge),
+            judge_trained_on=bool(own.get("judge_trained_on")),
+            regression=regression_differences(content.get("regression") or {}, policy),
             grouped_prompts=prompts if sum(verdicts.values()) < prompts else 0,
         )
 

@@ -13,16 +13,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_core.tracking.database import artifacts_of, ensure_database
-from rlhf_core.tracking.mlflow_errors import UnusableAnswer, is_refused, short_reason
-
-log = logging.getLogger(__name__)
+from rlhf_core.tracking.mlflow_errors import UnusableAnswer
 
 _ENVIRONMENT = {
     # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
@@ -44,9 +42,6 @@ _NAME_LENGTH, _DIGEST_LENGTH = 250, 12
 """Maximum length of a name, and length of the digest at the end of a name that would be longer."""
 _TAG_LENGTH = 5000
 """Maximum length of a tag of a run."""
-_MODEL_NAME = re.compile(r"[/:.%\"']")
-"""Characters that are not allowed in the name of a logged model."""
-_VERSIONS = "mlflow.modelVersions"
 _DATASET_NAME, _DATASET_DIGEST = 500, 36
 """Maximum length of the name of a data set."""
 
@@ -113,8 +108,6 @@ class Mlflow:
     def __init__(self, uri: str, experiment: str) -> None:
         self.uri = uri
         self._experiment = experiment
-        self._refused: set[str] = set()
-        """Metrics that MLflow does not accept."""
 
     @functools.cached_property
     def _client(self) -> Any:
@@ -183,15 +176,8 @@ class Mlflow:
 
     def has_run(self, run_id: str) -> bool:
         """Return whether this tracker has the run."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return bool(self._client.get_run(run_id).info.run_id == run_id)
-        except MlflowException as error:
-            # The second for an id that does not have the form of MLflow's ids.
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return False
-            raise
+        run = _found(self._client.get_run, run_id)
+        return run is not None and run.info.run_id == run_id
 
     def create_run(self, name: str, tags: Mapping[str, str]) -> RunState:
         """Create a run in state RUNNING."""
@@ -240,48 +226,13 @@ class Mlflow:
             self._client.log_batch(run_id, params=items[start : start + _PARAMS_PER_CALL])
 
     def log_points(self, run_id: str, points: Sequence[Point]) -> None:
-        """Log metrics. A point that the run has already, bit by bit, is not added again.
-
-        MLflow refuses a whole batch for one metric. That metric is left out with a warning, and the others
-        are logged.
-        """
-        accepted = [point for point in points if point.key not in self._refused]
-        for start in range(0, len(accepted), _POINTS_PER_CALL):
-            batch = accepted[start : start + _POINTS_PER_CALL]
-            try:
-                self._log_batch(run_id, batch)
-            except Exception as error:
-                if not is_refused(error):
-                    raise
-                self._log_each_metric(run_id, batch, error)
-
-    def _log_each_metric(self, run_id: str, points: Sequence[Point], error: Exception) -> None:
-        """Log each metric by itself. Raises `error` if the cause is the run, which was deleted."""
-        by_metric: dict[str, list[Point]] = {}
-        for point in points:
-            by_metric.setdefault(point.key, []).append(point)
-        reasons: dict[str, str] = {}
-        for name, of_metric in by_metric.items():
-            try:
-                self._log_batch(run_id, of_metric)
-            except Exception as reason:
-                if not is_refused(reason):
-                    raise
-                reasons[name] = short_reason(reason)
-        if len(reasons) == len(by_metric) and self._is_deleted(run_id):
-            raise error
-        for name, text in reasons.items():
-            log.warning("MLflow refuses the metric %r (%s); it is not logged.", name, text)
-        self._refused.update(reasons)
-
-    def _is_deleted(self, run_id: str) -> bool:
-        return bool(self._client.get_run(run_id).info.lifecycle_stage == "deleted")
-
-    def _log_batch(self, run_id: str, points: Sequence[Point]) -> None:
+        """Log metrics. A point that the run has already, bit by bit, is not added again."""
         from mlflow.entities import Metric
 
+        # MLflow refuses a whole batch for one name, so names were cleaned (`clean_name`).
         metrics = [Metric(point.key, point.value, point.timestamp, point.step) for point in points]
-        self._client.log_batch(run_id, metrics=metrics)
+        for start in range(0, len(metrics), _POINTS_PER_CALL):
+            self._client.log_batch(run_id, metrics=metrics[start : start + _POINTS_PER_CALL])
 
     def log_file(self, run_id: str, path: Path, folder: str) -> None:
         """Log a local file as an artifact, replacing one of the same name."""
@@ -320,75 +271,6 @@ class Mlflow:
         if entries:
             self._client.log_inputs(run_id, datasets=[DatasetInput(entry, tags) for entry in entries])
 
-    # Logged models
-
-    def log_model(
-        self, name: str, *, key: tuple[str, str], run_id: str, tags: Mapping[str, str], description: str
-    ) -> str:
-        """Find or create the logged model with the tag `key` as an output of the run, and return its id.
-
-        MLflow stores its metadata but not its files.
-
-        Args:
-            name: Name of the model.
-            key: Name and value of the tag that identifies it.
-            run_id: Run that made it.
-            tags: Further tags.
-            description: Text for MLflow's page.
-        """
-        from mlflow.entities import LoggedModelOutput
-
-        key_name, key_value = key
-        run = self._client.get_run(run_id)
-        text = f"tags.`{key_name}` = {_quoted(key_value)}"
-        models = self._client.search_logged_models([self.experiment_id], filter_string=text)
-        if models:
-            model = models[0]
-        else:
-            run_tags = {
-                tag: text for tag, text in run.data.tags.items() if re.match(r"mlflow\.(user|source\.)", tag)
-            }
-            model_tags = {"mlflow.note.content": description, "mlflow.model.isExternal": "true"}
-            model = self._client.create_logged_model(
-                self.experiment_id,
-                name=_MODEL_NAME.sub("_", name),
-                source_run_id=run_id,
-                tags={**run_tags, **tags, key_name: key_value, **model_tags},
-                model_type="policy",
-            )
-        model_id = _identity(model.model_id, "model")
-        # These steps may be missing after a kill. MLflow does not accept the same output twice.
-        self._client.finalize_logged_model(model_id, "READY")
-        if model_id not in [output.model_id for output in (run.outputs.model_outputs if run.outputs else ())]:
-            self._client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
-        return model_id
-
-    def log_model_metrics(self, run_id: str, model_id: str, metrics: Mapping[str, float]) -> None:
-        """Log metrics of the logged model, measured by the run on its input data set.
-
-        The model becomes an input of the run. Logging the same metrics twice has no effect.
-        """
-        from mlflow.entities import LoggedModelInput, Metric
-
-        run = self._client.get_run(run_id)
-        data = run.inputs.dataset_inputs[0].dataset if run.inputs and run.inputs.dataset_inputs else None
-        on = {"dataset_name": data.name, "dataset_digest": data.digest} if data else {}
-        # Not the present time, which is part of the key of a row: the same metrics would get another row.
-        time = int(run.info.start_time)
-        self._client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
-        points = [
-            Metric(clean_name(name), value, time, 0, model_id=model_id, **on)
-            for name, value in metrics.items()
-        ]
-        self._client.log_batch(run_id, metrics=points)
-
-    def link_version(self, model_id: str, name: str, version: str) -> None:
-        """Store the version of a registered model in the logged model, as MLflow's `register_model` does."""
-        known = json.loads(self._client.get_logged_model(model_id).tags.get(_VERSIONS, "[]"))
-        entry = {"name": name, "version": int(version)}
-        if not any((e["name"], str(e["version"])) == (name, version) for e in known):
-            self._client.set_logged_model_tags(model_id, {_VERSIONS: json.dumps([*known, entry])})
-
     def system_metrics(self, run_id: str) -> Any:
         """Start MLflow's sampler of CPU, memory and GPU, and return it; `finish()` ends it."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -414,23 +296,13 @@ class Mlflow:
 
     def model_tags(self, name: str) -> dict[str, str] | None:
         """Return the tags of a registered model; None if it does not exist."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return dict(self._client.get_registered_model(name).tags)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
+        model = _found(self._client.get_registered_model, name)
+        return None if model is None else dict(model.tags)
 
     def tag_model(self, name: str, tags: Mapping[str, str]) -> None:
         """Set or change tags of a registered model."""
         for key, value in tags.items():
             self._client.set_registered_model_tag(name, key, value)
-
-    def model_names(self, count: int) -> list[str]:
-        """Return the names of some registered models."""
-        return [model.name for model in self._client.search_registered_models(max_results=count)]
 
     def all_model_names(self) -> list[str]:
         """Return the names of all registered models."""
@@ -467,15 +339,8 @@ class Mlflow:
 
     def version(self, name: str, number: str) -> ModelVersion | None:
         """Return a version of a registered model; None if it does not exist."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return _version(self._client.get_model_version(name, number))
-        except MlflowException as error:
-            # The second for a text that is no number.
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return None
-            raise
+        entry = _found(self._client.get_model_version, name, number)
+        return None if entry is None else _version(entry)
 
     def create_version(
         self, name: str, *, source: str, run_id: str | None, tags: Mapping[str, str], description: str
@@ -512,6 +377,19 @@ class Mlflow:
     def delete_alias(self, name: str, alias: str) -> None:
         """Take the alias from its version, if it has one."""
         self._client.delete_registered_model_alias(name, alias)
+
+
+def _found(get: Callable[..., Any], *identity: str) -> Any:
+    """Return what MLflow has under this id or name; None if it has nothing."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return get(*identity)
+    except MlflowException as error:
+        # The second for an id that does not have the form of MLflow's ids.
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
 
 
 def _version(entry: Any) -> ModelVersion:

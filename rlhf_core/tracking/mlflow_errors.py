@@ -13,11 +13,6 @@ class UnusableAnswer(Exception):
     """The response has a success status but does not contain the requested data."""
 
 
-def is_refused(error: Exception) -> bool:
-    """Return whether the tracker answered that the content of a request is invalid."""
-    return _status(error) == 400
-
-
 def _status(error: BaseException) -> int:
     """Return the HTTP status of MLflow's error; 0 for other errors."""
     return int(getattr(error, "get_http_status_code", lambda: 0)())

@@ -2,23 +2,22 @@
 evaluated one.
 
 `tracking.gate` decides whether a candidate becomes champion, based on a match against the current champion.
-The match itself runs in another module. `tracking.promotion_tests` keeps the levels that the tests spent, and
-`tracking.champions` moves the alias and keeps the history.
+The match itself runs in another module. `tracking.champion_log` keeps the tests and their levels, and
+`tracking.champions` moves the alias.
 """
 
 from __future__ import annotations
 
-import json
-import logging
+import hashlib
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
 
-from rlhf_core.config.redact import has_credentials
+from rlhf_core.evaluation.evidence import Spent, next_level
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.tracking.champion_log import Log, Move, read_log
+from rlhf_core.tracking.champion_log import Log, Move, PromotionTest, append, read_log
 from rlhf_core.tracking.champions import (
     CHAMPION,
     POLICY,
@@ -29,7 +28,6 @@ from rlhf_core.tracking.champions import (
     registry_errors,
     revocation,
     settle,
-    settled,
 )
 from rlhf_core.tracking.gate import (
     BY_A_PERSON,
@@ -42,17 +40,13 @@ from rlhf_core.tracking.gate import (
     refused_alone,
 )
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
-from rlhf_core.tracking.mlflow_errors import describe_failure
-from rlhf_core.tracking.promotion_tests import next_test, spend
-
-log = logging.getLogger(__name__)
 
 CANDIDATE = "candidate"
 LOCAL_STORE = "local-store://"
 """Prefix of the path of a folder in the source of a version, if MLflow is a server."""
 _EVALUATION = "rlhf.evaluation"
-OUTCOME = "rlhf.outcome"
-"""Tag of a version with the outcome of its last registration."""
+_RULE, _REASON = "rlhf.gate", "rlhf.gate_reason"
+"""Tags of a version with the decision of its last registration."""
 
 RunMatch = Callable[[Mapping[str, str]], Match | NoMatch]
 """Runs a match against the version with these tags."""
@@ -71,10 +65,6 @@ class Candidate:
     tags: Mapping[str, str]
     """Lineage."""
     evaluation: Evaluation
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Main metrics of its evaluation."""
-    evaluation_run_id: str | None = None
-    """MLflow run that measured them."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,6 @@ def register(
         settle(mlflow, model)
         version, created = _find_or_create(mlflow, model, candidate)
         failpoint("register.created")
-        _log_model(mlflow, model, version.version, candidate)
         mlflow.set_alias(model, CANDIDATE, version.version)
         champion = mlflow.by_alias(model, CHAMPION)
     while champion is None or champion.version != version.version:
@@ -131,34 +120,38 @@ def register(
         match = None if revoked else _match(candidate, champion, gate, run_match)
         with registry_errors(mlflow, action):
             # The match can take long, and other versions may have been tested in the meantime.
-            entries, _ = settled(mlflow, model)
+            entries = settle(mlflow, model)
             opponent = champion.version if champion else None
             now = mlflow.by_alias(model, CHAMPION)
             if (now.version if now else None) != opponent:
                 champion = now
                 continue
-            choose = partial(next_test, version.version, candidate.evaluation, match, opponent, gate, clock())
+            choose = partial(
+                _next_test, version.version, candidate.evaluation, match, opponent, gate, clock()
+            )
             refusal = _revoked(mlflow, model, version) or _champion_is_missing(entries, champion)
             decision = refusal or _decide(candidate, champion, match, gate, choose(entries.tests).level)
             # Before the alias, so that a retry after a kill in between makes the same decision.
             if decision.tested:
-                test = spend(mlflow, model, entries, choose)
+                test = _spend(mlflow, model, entries, choose)
                 decision = _decide(candidate, champion, match, gate, test.level)
-            outcome = _Outcome(decision, opponent, match if isinstance(match, Match) else None)
+            played = match if isinstance(match, Match) else None
             # A version that was champion before kept the evaluation of that time (`_find_or_create`).
             promoted_by = _tags(candidate) if decision.champion else {}
-            mlflow.tag_version(model, version.version, {**outcome.tags(), **promoted_by})
+            outcome = {_RULE: decision.rule, _REASON: decision.reason}
+            mlflow.tag_version(model, version.version, {**outcome, **promoted_by})
             failpoint("register.decided")
             if decision.champion:
-                evidence = outcome.match.record() if outcome.match else None
+                evidence = played.record() if played else None
                 move = Move(clock(), "crowned", version.version, opponent, decision.reason, evidence)
                 moved = move_champion(mlflow, model, move, entries.last)
                 if moved.state != "done" or _revoked(mlflow, model, version):  # in the meantime
                     champion = mlflow.by_alias(model, CHAMPION)
                     continue
             failpoint("register.promoted")
-        return Registration(model, version.version, created, *outcome)
-    return Registration(model, version.version, created, *_Outcome.of(champion.tags), already_champion=True)
+        return Registration(model, version.version, created, decision, opponent, played)
+    with registry_errors(mlflow, action):
+        return _earlier_registration(read_log(mlflow, model), model, champion, created)
 
 
 def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:
@@ -200,17 +193,6 @@ def why_outdated(mlflow: Mlflow, model: str, facts: Mapping[str, str]) -> str:
     return ""
 
 
-def read_outcome(tags: Mapping[str, str]) -> dict[str, Any]:
-    """Return the content of the tag `OUTCOME`. Empty if it is missing or invalid, because tags can be
-    edited.
-    """
-    try:
-        kept = json.loads(tags.get(OUTCOME, "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
-
-
 def _with_weights(versions: Iterable[ModelVersion], weights_sha256: str) -> bool:
     return any(version.tags.get(WEIGHTS) == weights_sha256 for version in versions)
 
@@ -238,40 +220,15 @@ def _champion_is_missing(entries: Log, champion: ModelVersion | None) -> Decisio
     return None
 
 
-class _Outcome(NamedTuple):
-    """A decision of the gate, as stored in the tags of a version."""
-
-    decision: Decision
-    opponent: str | None
-    """Version that was champion at that time."""
-    match: Match | None
-
-    def tags(self) -> dict[str, str]:
-        return {
-            "rlhf.gate": self.decision.rule,
-            "rlhf.gate_reason": self.decision.reason,
-            OUTCOME: json.dumps(
-                {
-                    "champion": self.decision.champion,
-                    "met": self.opponent,
-                    "match": self.match.record() if self.match else None,
-                    "tested": self.decision.tested,
-                }
-            ),
-        }
-
-    @classmethod
-    def of(cls, tags: Mapping[str, str]) -> _Outcome:
-        """Read how the champion with these tags became champion; the reason can be unknown."""
-        kept = read_outcome(tags)
-        try:
-            match = Match(**kept["match"]) if kept["match"] else None
-            decision = Decision(True, tags["rlhf.gate"], tags["rlhf.gate_reason"], bool(kept["tested"]))
-            if kept["champion"]:
-                return cls(decision, kept["met"], match)
-        except (KeyError, TypeError):
-            pass  # the tags were written by another program or edited by hand
-        return cls(Decision(True, "unchanged", "this policy is the champion already"), None, None)
+def _earlier_registration(entries: Log, model: str, champion: ModelVersion, created: bool) -> Registration:
+    """Return the registration that made the champion what it is; the reason can be unknown."""
+    decision, opponent, match = Decision(True, "unchanged", "this policy is the champion already"), None, None
+    crowned = [move for move in entries.done if (move.action, move.version) == ("crowned", champion.version)]
+    if crowned:
+        move = crowned[-1]
+        decision = Decision(True, champion.tags.get(_RULE, decision.rule), move.reason, tested=True)
+        opponent, match = move.previous, Match(**move.evidence) if move.evidence else None
+    return Registration(model, champion.version, created, decision, opponent, match, already_champion=True)
 
 
 def _match(
@@ -342,28 +299,90 @@ def _description(candidate: Candidate) -> str:
     )
 
 
-def _log_model(mlflow: Mlflow, model: str, version: str, candidate: Candidate) -> None:
-    """Record the candidate as an output of the run that trained it, with its version and its evaluation
-    metrics.
+# -- the tests of candidates, and the level that each of them spends --
 
-    If MLflow does not support logged models (before MLflow 3), only a warning is logged.
+# The log of the model contains all tests, also those of versions that were deleted. The budget is computed
+# from it alone.
+
+
+def _next_test(
+    version: str,
+    evaluation: Evaluation,
+    match: Match | NoMatch | None,
+    opponent: str | None,
+    gate: Gate,
+    now: float,
+    tests: Iterable[PromotionTest],
+) -> PromotionTest:
+    """Return the test that is to be made, with its level.
+
+    A match that repeats the outcomes of an earlier one and adds prompts continues its test, at the same
+    level. A process that was killed after it recorded a test therefore makes the same decision again.
+
+    Args:
+        version: The candidate.
+        evaluation: Its evaluation.
+        match: Its match, if there was one.
+        opponent: Version of the champion.
+        gate: Requirements for a champion.
+        now: Time of a new test, in seconds since 1970.
+        tests: Earlier tests of all versions of the model.
     """
-    if not candidate.run_id or not mlflow.has_run(candidate.run_id):
-        return
-    tags = {"rlhf.source": candidate.source, **candidate.tags}
-    try:
-        model_id = mlflow.log_model(
-            model,
-            key=(POLICY, candidate.policy_digest),
-            run_id=candidate.run_id,
-            tags=tags,
-            description=_description(candidate),
-        )
-        mlflow.link_version(model_id, model, version)
-        if candidate.evaluation_run_id and mlflow.has_run(candidate.evaluation_run_id):
-            mlflow.log_model_metrics(candidate.evaluation_run_id, model_id, candidate.metrics)
-    except Exception as error:
-        address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
-        log.warning(
-            "MLflow at %s %s: version %s has no logged model.", address, describe_failure(error), version
-        )
+
+    def digest(prompts: int) -> str | None:
+        if isinstance(match, Match):
+            return match.digest(prompts)
+        # Only a match can be continued: another evaluation is another test.
+        return hashlib.sha256(evaluation.to_json().encode()).hexdigest()[:16]
+
+    if isinstance(match, Match):
+        prompts, judge = match.prompts, match.judge_digest
+    else:
+        prompts, judge = evaluation.verdicts.prompts, evaluation.judge_digest
+    time, level = now, None
+    # One entry for each test: others continue it.
+    earlier: dict[tuple[str, float], PromotionTest] = {}
+    for test in tests:
+        earlier[test.version, test.time] = test
+        same = (test.version, test.champion, test.judge) == (version, opponent, judge)
+        if same and level is None and test.outcomes == digest(test.prompts):
+            time, level = test.time, test.level
+    if level is None:
+        level = _level(opponent, earlier.values(), gate, now)
+    return PromotionTest(time, level, opponent, judge, prompts, digest(prompts) or "", version)
+
+
+def _spend(
+    mlflow: Mlflow, model: str, log: Log, choose: Callable[[Sequence[PromotionTest]], PromotionTest]
+) -> PromotionTest:
+    """Record the next test of a version, and return it.
+
+    Of several processes that would spend the same part of the budget, one does. The others compute the level
+    of their test again.
+
+    Args:
+        mlflow: The registry.
+        model: Name of the registered model.
+        log: The log.
+        choose: Returns the next test, from those that were made before.
+    """
+    while True:
+        test = choose(log.tests)
+        if test in log.tests:
+            return test
+        failpoint("register.level")
+        append(mlflow, model, log.last, test)
+        failpoint("register.tested")
+        log = read_log(mlflow, model)
+
+
+def _level(opponent: str | None, earlier: Iterable[PromotionTest], gate: Gate, now: float) -> float:
+    """Return the level of a test at time `now` against `opponent`, after the tests `earlier`.
+
+    It is above 0, as a test needs it. Nothing is left if five processes test at the same time, or if the
+    clock of this host is behind those of the hosts that made the last tests.
+    """
+    if opponent is None:
+        return gate.first_level(1 + sum(test.champion is None for test in earlier))
+    spent = [Spent(test.time, test.level) for test in earlier if test.champion is not None]
+    return max(next_level(spent, now, gate.alpha), sys.float_info.min)

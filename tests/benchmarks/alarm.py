@@ -39,9 +39,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.config.guards import LIMITS
 from rlhf_core.config.load import load_config
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_sections import LIMITS
 from rlhf_core.ppo.watching.guards import (
     CORRELATION,
     CORRELATION_ERROR,

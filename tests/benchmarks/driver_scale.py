@@ -35,15 +35,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
+from rlhf_core.cluster.agent import Host
 from rlhf_core.cluster.nodes import ClusterNodes
-from rlhf_core.cluster.other_host import Host
 from rlhf_core.cluster.rpc import ActorClient, Pending, RemoteActor
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import PPOSettings, plan
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
 from rlhf_core.ppo.sampling.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
@@ -54,11 +56,9 @@ from rlhf_core.ppo.training.rank_rows import ExperienceInputs
 from rlhf_core.rewards.compose import RewardBatch, source_name
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor, Participant, register
-from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
-from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.small_ppo import local_context
 
 CASES = ((1, 512, 512), (8, 4096, 2048), (64, 16_384, 8192), (1000, 100_000, 8192))
@@ -225,7 +225,7 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     prompts = [PromptExample(f"p{i}", "", (i % 1000,) * PROMPT) for i in range(responses // SAMPLES)]
     meter = Meter()
     placement = plan(config.ppo)
-    fleet: Any = Fleet(config, placement, "cpu", {}, 0)
+    fleet: Any = Fleet(PPOSettings.of(config), "cpu", {}, 0)
     for group in placement.groups:
         workers: Any = tuple(RemoteActor(_Handle(meter, _Rank())) for _ in range(group.ranks))
         fleet.groups.update(dict.fromkeys(group.roles, WorkerGroup(group, workers)))
@@ -246,7 +246,7 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     fleet.sync = sync
     settings = RewardSettings(config.ppo.rewards, str)
     with tempfile.TemporaryDirectory() as folder, open_rewards(fleet, settings) as composer:
-        controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
+        controller: Any = PPOController(fleet, prompts, str, composer, local_context(Path(folder)))
         controller._rollouts.checkpointed = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads 16 responses
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

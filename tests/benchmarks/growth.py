@@ -31,11 +31,13 @@ from unittest import mock
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import PPOSettings, plan
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo import controller as controller_module
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
@@ -44,10 +46,8 @@ from rlhf_core.ppo.training.experience import ResponseSums
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import Exchange, ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
-from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.small_ppo import local_context
 
 SIZES = (1, 2, 4, 8)
@@ -381,7 +381,7 @@ def step_seconds(
     prompts = [PromptExample(f"p{i}", "", (1,) * PROMPT) for i in range(config.ppo.prompts_per_step)]
     clock = Clock()
     placement = plan(config.ppo)
-    fleet: Any = Fleet(config, placement, "cpu", {}, 0)
+    fleet: Any = Fleet(PPOSettings.of(config), "cpu", {}, 0)
     factors = [scenario.slowest] + [1.0] * (size - 1)
     for group in placement.groups:
         meetings = Meetings(group.ranks, speeds.all_reduce)
@@ -409,7 +409,7 @@ def step_seconds(
         RewardComposer(config.ppo.rewards) as composer,
         mock.patch.object(controller_module, "time", clock),
     ):
-        controller: Any = PPOController(config, fleet, prompts, str, composer, local_context(Path(folder)))
+        controller: Any = PPOController(fleet, prompts, str, composer, local_context(Path(folder)))
         controller._rollouts.checkpointed = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads responses
         durations: list[float] = [controller.iterate()["timing/step"] for _ in range(measured.stop)]

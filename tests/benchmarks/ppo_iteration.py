@@ -22,14 +22,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import process_usage
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample
 from tests.support.arguments import positive
 from tests.support.demo_data import with_demo_data
@@ -118,11 +118,11 @@ def run(
     folders = dict.fromkeys(ROLES, work / "model")
     with (
         RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
-        Fleet(config, plan(config.ppo), "cpu", folders, 0) as fleet,
+        Fleet(PPOSettings.of(config), "cpu", folders, 0) as fleet,
     ):
         # Engines that sample answer afterwards, so with staleness the phases would wait for them.
         used = PPOController if staleness else MeasuredController
-        controller = used(config, fleet, prompts, lambda ids: "", composer, local_context(work))
+        controller = used(fleet, prompts, lambda ids: "", composer, local_context(work))
         controller.sync()
         rows = [controller.iterate() for _ in range(warm_up + iterations)][warm_up:]
         peaks = [usage.peak_bytes for usage in fleet.usage()]

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.cluster.rpc import Pending, fetch
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import Collector, assign
 from rlhf_core.rewards.compose import RewardComposer
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     ]
     with (
         RewardComposer(config.ppo.rewards, score_clip=None) as composer,
-        Fleet(config, plan(config.ppo), "cpu", dict.fromkeys(ROLES, work / "model"), 0) as fleet,
+        Fleet(PPOSettings.of(config), "cpu", dict.fromkeys(ROLES, work / "model"), 0) as fleet,
     ):
         fleet.sync(0)
         bench = Bench(args, fleet, prompts)

@@ -24,7 +24,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Literal
@@ -33,9 +32,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_core.weight_sync.sender import WeightSender
-from rlhf_core.weight_sync.transport import TransportConfig
-from rlhf_core.weight_sync.wire import (
+from rlhf_core.engines.sync.sender import WeightSender
+from rlhf_core.engines.sync.transport import TransportConfig
+from rlhf_core.engines.sync.wire import (
     Acknowledgement,
     GlooSource,
     Route,
@@ -213,7 +212,7 @@ def run_rank(rank: int, job: Job) -> list[Measured]:
                 SECONDS,
             ),
             listener=socket.create_server(addresses[rank]) if rank in addresses else None,
-            sharded=[spec.name for spec in specs] if sharded else (),
+            sharded=sharded,
         )
         reports = [sender.send(version) for version in range(job.syncs + 1)][1:]
         if client is not None:
@@ -244,8 +243,7 @@ def _weights(rank: int, job: Job) -> tuple[list[TensorSpec], Any, Any]:
     stage: Literal[0, 3] = 3 if job.weights == "zero3" else 0
     engine = TrainingEngine(policy, DeepSpeedConfig(ranks=RANKS, zero_stage=stage), None, self)
     specs = [TensorSpec(name, torch.float32, shape) for name, shape in engine.shapes()]
-    shards = partial(engine.shards, [spec.name for spec in specs])
-    return specs, engine.weights, shards if engine.is_sharded else None
+    return specs, engine.weights, engine.shards if engine.is_sharded else None
 
 
 def _parts(

@@ -62,7 +62,6 @@ PARTS = (
     Part("weight_sync", "weights arrive, and an altered tensor is noticed", PPO, 180),
     Part("graphs", "CUDA graphs read the weights of a sync", PPO, 180, on_cpu=False),
     Part("adapter_sync", "an adapter arrives alone, and an altered tensor is noticed", PPO, 240),
-    Part("kept_requests", "requests go on with new weights, and each token has its version", ENGINE, 150),
     Part("rollout_speed", "tokens/s of rollouts next to vLLM alone", ENGINE, 180),
     Part("kill_and_resume", "PPO continues after a kill", PPO, 240),
     Part("colocated", "PPO of a 0.5B model with everything on one GPU", PPO, 300, on_cpu=False),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 Note = Callable[..., None]
 QWEN = {
@@ -234,58 +234,6 @@ def run_sleep(_device: str, folder: Path, note: Note) -> None:
     total = torch.cuda.mem_get_info()[1] / GIB
     assert asleep > 0.8 * total, f"a sleeping engine still holds {total - asleep:.1f} of {total:.1f} GiB"
     assert same > 0.9, f"only {same:.0%} of the greedy responses are the same after waking"
-
-
-def run_kept_requests(device: str, folder: Path, note: Note) -> None:
-    """Replace the weights of an engine while it samples. Compare the tokens before and after with a trainer.
-
-    The keys and values of the prompt and of the first tokens stay those of the old weights, so only the first
-    part of a response is that of one model. With weights of another seed, a token with the wrong version has
-    another log-probability.
-    """
-    import torch
-
-    from rlhf_core.config.engine import EngineConfig
-    from rlhf_core.engines.vllm import Engine
-    from tests.support.small_ppo import save_small_model, small_prompts
-    from tests.support.tiny_llama import save_tiny_llama
-
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if device == "cuda" else "float32"
-    old = save_small_model(_empty(folder) / "old", vocabulary=8192)
-    new = save_tiny_llama(
-        folder / "new", 1, vocab_size=8192, tie_word_embeddings=True, initializer_range=0.5, bos_token_id=1,
-        eos_token_id=2,
-    )  # fmt: skip
-    settings = EngineConfig(dtype=dtype, gpu_memory_utilization=0.3)
-    engine = Engine(old, settings, device=device, max_model_len=64, seed=0, weight_transfer="files")
-    engine.llm.update_weight_version("0")
-    prompts = small_prompts()
-    names = engine.begin(
-        [(prompt, seed) for seed, prompt in enumerate(prompts)], n=2, max_new_tokens=40, temperature=0.7
-    )
-    done: dict[str, Any] = {}
-    for _ in range(12):
-        done |= engine.advance()
-    engine.pause()
-    engine.llm.start_weight_update()
-    engine.llm.update_weights({"update_info": {"folder": str(new)}})
-    engine.llm.finish_weight_update("1")
-    engine.resume()
-    while engine.kept:
-        done |= engine.advance()
-    engine.shutdown()
-    rollouts = [rollout for name in names for rollout in done[name]]
-    note(responses=len(rollouts), mixed=sum(bool(rollout.spans) for rollout in rollouts))
-    before, after = [], []
-    for rollout, logprobs in zip(rollouts, _logprobs(old, rollouts, dtype, device, 0.7), strict=True):
-        first_new = rollout.spans[1][0] if rollout.spans else len(rollout.response_ids)
-        gap = (logprobs - torch.tensor(rollout.rollout_logprobs)).abs()
-        before += gap[:first_new].tolist()
-        after += gap[first_new:].tolist()
-    note(gap_before=statistics.mean(before), gap_after=statistics.mean(after), tokens=len(before))
-    assert statistics.mean(before) < LARGEST_GAP[dtype], "tokens of the old weights have other numbers"
-    assert max(before) < 20 * LARGEST_GAP[dtype], f"a token differs by {max(before):.2g}: a wrong version"
-    assert statistics.mean(after) > 1, "the new weights were not used"
 
 
 def run_rollout_speed(device: str, folder: Path, note: Note) -> None:

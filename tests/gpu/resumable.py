@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
@@ -31,9 +31,9 @@ def main(device: str, folder: Path) -> None:
     latest = context.checkpoints.latest()
     with (
         RewardComposer(config.ppo.rewards, score_clip=config.ppo.score_clip) as composer,
-        Fleet(config, plan(config.ppo), device, dict.fromkeys(ROLES, model), 0) as fleet,
+        Fleet(PPOSettings.of(config), device, dict.fromkeys(ROLES, model), 0) as fleet,
     ):
-        PPOController(config, fleet, small_prompts(), str, composer, context).run()
+        PPOController(fleet, small_prompts(), str, composer, context).run()
     after = 0 if latest is None else latest[0]
     (folder / "resumed.json").write_text(json.dumps({"continued_after": after}))
 

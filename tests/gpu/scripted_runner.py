@@ -22,8 +22,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-
-from rlhf_core.system.overriding import override
+from typing_extensions import override
 
 BLOCK = 16
 """Tokens of a block of the KV cache."""
@@ -307,7 +306,7 @@ def _engine(
 
 
 def _wrong_rollouts(engine: Any, vocabulary: int) -> Iterator[str]:
-    """Sample at once, from a queue, and across a change of the weights."""
+    """Sample at once, and from a queue."""
     from rlhf_core.types import PromptExample
 
     prompts = [PromptExample(f"p{i}", "", (1, *range(3, 15 + 2 * i))) for i in range(4)]
@@ -323,33 +322,15 @@ def _wrong_rollouts(engine: Any, vocabulary: int) -> Iterator[str]:
             **how,
         )
         yield from _wrong_numbers([each for group in groups for each in group], vocabulary, temperature)
-    engine.llm.update_weight_version("0")
-    names = engine.begin(seeded, n=2, max_new_tokens=20, temperature=0.7)
-    done: dict[str, Any] = {}
-    for version in (1, 2):
-        for _ in range(7):
-            done |= engine.advance()
-        engine.pause()
-        engine.llm.start_weight_update()
-        engine.llm.finish_weight_update(str(version))
-        engine.resume()
-    while engine.kept:
-        done |= engine.advance()
-    kept = [rollout for name in names for rollout in done[name]]
-    if not any(len(rollout.spans) == 3 for rollout in kept):
-        yield "no response has tokens of three versions"
-    yield from _wrong_numbers(kept, vocabulary, 0.7)
 
 
 def _wrong_numbers(rollouts: Sequence[Any], vocabulary: int, temperature: float) -> Iterator[str]:
     for rollout in rollouts:
-        tokens, starts = rollout.response_ids, dict(rollout.spans)
-        version, expected = rollout.policy_version, []
-        for place, (before, token) in enumerate(zip((rollout.prompt_ids[-1], *tokens), tokens, strict=False)):
-            version = starts.get(place, version)
-            logits = logits_after(vocabulary, version)[before].float()
+        tokens, expected = rollout.response_ids, []
+        for before, token in zip((rollout.prompt_ids[-1], *tokens), tokens, strict=False):
+            logits = logits_after(vocabulary, rollout.policy_version)[before].float()
             expected.append(torch.log_softmax(logits / temperature, -1)[token].item())
         if len(expected) != len(rollout.rollout_logprobs):
             yield f"{len(rollout.rollout_logprobs)} numbers for {len(expected)} tokens"
         elif np.abs(np.subtract(expected, rollout.rollout_logprobs)).max() > 1e-4:
-            yield f"other numbers than {expected}: {rollout.rollout_logprobs} ({rollout.spans})"
+            yield f"other numbers than {expected}: {rollout.rollout_logprobs}"

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from rlhf_core.cluster.gpu_usage import GpuSampler, read_gpu, uses_gpu
+from rlhf_core.cluster.rpc import GpuSampler, read_gpu, uses_gpu
 
 pytestmark = [
     pytest.mark.gpu,

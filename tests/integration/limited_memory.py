@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.sources import ModelState
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.engines import sharding
 from rlhf_core.engines.distributed import Rank, join
 from rlhf_core.models import policy, saving, score
@@ -39,6 +39,7 @@ from rlhf_core.ppo.training.loss_step import (
     update_policy,
 )
 from rlhf_core.stages import reward, sft
+from rlhf_core.stages.training import Folders
 from rlhf_core.types import PairExample
 from tests.integration.deepspeed_step import leave_for_good, limit_gathered_parameters, torchrun_rank
 from tests.support.demo_data import with_demo_data
@@ -116,20 +117,22 @@ def run_sft(rank: Rank, config: PipelineConfig, folder: Path) -> None:
         for prompt, response in SEQUENCES
     ]
     vars(sft).update(load_sft=lambda *_: examples)
-    sft._train(rank, config, folder, folder / "work", folder / "sft", ModelState("", ()), None)
+    folders = Folders({"data": folder}, folder / "work", folder / "sft")
+    sft._train(rank, config, folders, None)
 
 
 def run_reward(rank: Rank, config: PipelineConfig, folder: Path) -> None:
     pairs = [PairExample("", "", prompt, response, response[::-1]) for prompt, response in SEQUENCES]
     vars(reward).update(training_pairs=lambda *_: pairs, load_pairs=lambda *_: pairs)
-    work, out = folder / "work", folder / "reward"
-    reward._train(rank, config, folder, folder / "sft", work, out, "reward", None, None)
+    inputs = {"data": folder, "sft": folder / "sft"}
+    reward._train(rank, config, Folders(inputs, folder / "work", folder / "reward"), "reward", None)
 
 
 def run_ppo(rank: Rank, config: PipelineConfig, folder: Path) -> None:
     """What the ranks of policy, reference, critic and reward model compute in a step of PPO."""
     ranks: Any = worker.ModelWorker.__new__(worker.ModelWorker)
-    ranks._config, ranks._rank, ranks._roles = config, rank, ("policy", "reference", "critic", "reward")
+    ranks._settings, ranks._rank = PPOSettings.of(config), rank
+    ranks._roles = ("policy", "reference", "critic", "reward")
     scorer, base = str(folder / "reward" / "model"), str(folder / "sft" / "model")
     ranks._folders = {"policy": base, "reference": base, "critic": scorer, "reward": scorer}
     ranks._models = {}

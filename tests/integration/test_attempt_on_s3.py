@@ -20,7 +20,7 @@ import pytest
 from rlhf_core.cluster.base_model import copied_base_models
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base_models import with_base_paths
+from rlhf_core.config.address import with_base_paths
 from rlhf_core.data.sources import model_digest
 from rlhf_core.errors import GateFailed, InputError
 from rlhf_core.executors.events import Events

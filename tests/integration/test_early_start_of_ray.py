@@ -19,13 +19,12 @@ import psutil
 import pytest
 import ray
 
-from rlhf_core.cluster.connect import connect
+from rlhf_core.cluster.connect import connect, start_ray
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.executors.child import StageProcess, start_child
 from rlhf_core.executors.environment import stage_environment
 from rlhf_core.ppo.fleet.placement import actor_environment, environment_option
-from rlhf_core.ppo.fleet.start_ray import start_ray
 from rlhf_core.run.next_stage import NextStage
 from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import ProcessId
@@ -51,8 +50,8 @@ def start_ranks(count: int) -> dict[int, str]:
             return os.getpid(), os.environ["OMP_NUM_THREADS"]
 
     processes = plan(CONFIG.ppo)
-    option = environment_option(actor_environment(CONFIG, processes, "cpu")["worker"])
-    connect(processes.cores(gpus=False), "cpu", CONFIG)
+    option = environment_option(actor_environment(CONFIG.run.threads, processes, "cpu")["worker"])
+    connect(processes.cores(gpus=False), "cpu", CONFIG.run)
     ranks = [ray.remote(num_cpus=1, **option)(Rank).remote() for _ in range(count)]
     return dict(ray.get([rank.process.remote() for rank in ranks], timeout=120))
 

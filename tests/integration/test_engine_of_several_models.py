@@ -20,13 +20,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.engines.sync.wire import are_interchangeable
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.evaluation.generate import SamplingSettings, _Request, _sample_here
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.files import are_interchangeable
 from tests.benchmarks.architectures import tiny_config
 from tests.support.tiny_llama import save_tiny_llama
 

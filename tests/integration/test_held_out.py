@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
@@ -67,13 +67,13 @@ def trained(config: PipelineConfig, model: Path, work: Path, killed_at: int | No
     prompts = small_prompts()
     with (
         RewardComposer(config.ppo.rewards) as composer,
-        Fleet(config, plan(config.ppo), "cpu", dict.fromkeys(ROLES, model), 0) as fleet,
+        Fleet(PPOSettings.of(config), "cpu", dict.fromkeys(ROLES, model), 0) as fleet,
     ):
         evaluation = None
         if config.ppo.evaluation_interval is not None:
             evaluation = FallingScore(config, fleet, prompts[:6], str, composer)
             evaluation.killed_at = killed_at
-        controller = PPOController(config, fleet, prompts[6:], str, composer, context, evaluation=evaluation)
+        controller = PPOController(fleet, prompts[6:], str, composer, context, evaluation=evaluation)
         controller.run()
         yield controller
 

@@ -111,7 +111,7 @@ def test_new_data_retrain_and_a_champion_is_taken_back(tmp_path: Path, summary_l
     overrides = [
         f"run.home={home}",
         f"data.sft=[{{path: synthetic}}, {{path: {rows}}}]",
-        "drift={warn: {scripts: 0.05}, stop: {scripts: 0.05}}",
+        "drift={warn: {vocabulary: 0.15}, stop: {vocabulary: 0.15}}",
     ]
     person = {"model": MODEL, "home": str(home)}
     servers = Servers(home, trace)
@@ -136,7 +136,7 @@ def test_new_data_retrain_and_a_champion_is_taken_back(tmp_path: Path, summary_l
         changed = time.time()
         add_rows(rows, range(300), "Расскажи мне про лису")
         stopped = polls.wait_for("Failed", 300, after=changed)
-        assert "scripts" in stopped["state"]["message"], stopped["state"]["message"]
+        assert "vocabulary" in stopped["state"]["message"], stopped["state"]["message"]
         assert sorted(weights(servers)) == ["1", "2"]
         pages = servers.ask("/artifacts/filter", {"artifacts": {"key": {"any_": ["data-drift"]}}})
         assert any(page["data"].startswith("# Data drift: stop") for page in pages)

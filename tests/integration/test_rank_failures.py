@@ -274,7 +274,7 @@ def test_a_rank_that_does_not_move_is_named_within_its_timeout(
         with pytest.raises(
             WorkerStuck, match=rf"\(run.timeouts.stall=3\): training rank 1 \(process \d+\) {activity}"
         ) as caught:
-            run_ranks(work, 2, "cpu", context=None, config=config, monitor=monitor)
+            run_ranks(work, 2, "cpu", context=None, run=config.run, monitor=monitor)
         assert time.monotonic() - began[0] < 3 + 10
         assert work.__name__ in (monitor.folder / "training_rank_0.stacks").read_text()
         assert inside in (monitor.folder / "training_rank_1.stacks").read_text()

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.reward_actor import RewardActors, RewardSettings
 from rlhf_core.ppo.sampling.rollouts import RewardInputs
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.system.overriding import override
 from rlhf_core.types import PromptExample, Rollout
 
 FUNCTION = """
@@ -69,7 +69,7 @@ def test_sources_have_the_process_settings_of_the_stage(
         Rollout(prompt.prompt_id, 0, prompt.input_ids, tuple(range(2, 4 + i)), (0.0,) * (2 + i), True, 0)
         for i, prompt in enumerate(prompts)
     ]
-    with OnlyRewards(config, plan(config.ppo), "cpu", {}, 0) as fleet:
+    with OnlyRewards(PPOSettings.of(config), "cpu", {}, 0) as fleet:
         # After the start of Ray, whose processes therefore do not inherit them.
         monkeypatch.setenv("SECRET_OF_THE_TEST", "secret")
         monkeypatch.setenv("OMP_NUM_THREADS", "7")

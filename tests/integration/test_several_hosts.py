@@ -54,6 +54,7 @@ print("received", len(received[0]) >> 20, "MiB", "in several polls" if polls > 2
 CONNECT = """
 import os, ray
 from rlhf_core.cluster.connect import connect
+from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
 
@@ -61,8 +62,10 @@ tree = {
     "run": {"home": "/tmp/home/run", "device": "cpu", "env": {"NCCL_DEBUG": "WARN"}},
     "store": {"url": "s3://rlhf-test/handshake"},
 }
+config = config_from_tree(tree, "test")
+connect(1, "cpu", config.run)
 try:
-    connect(1, "cpu", config_from_tree(tree, "test"))
+    check_nodes(config, {}, ())
 except ConfigError as error:
     raise SystemExit(f"refused: {error.message}")
 environment = ray.remote(lambda: (os.uname().nodename, dict(os.environ)))

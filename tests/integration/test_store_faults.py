@@ -171,7 +171,7 @@ def test_temporary_fault_is_survived_with_the_right_bytes(
     # The upload of the last checkpoint runs in the background, and the next attempt would supersede it.
     upload = attempt.checkpoints._background_upload
     assert upload is not None
-    upload.result()
+    upload[1].result()
     resumed = Attempt(url, proxy.endpoint, tmp_path / "other").checkpoints.latest()
     assert resumed is not None and resumed[0] == 3
     faults = {fault: count for fault, count in sorted(proxy.seen.items()) if fault}

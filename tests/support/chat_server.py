@@ -6,7 +6,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rlhf_core.system.overriding import override
+from typing_extensions import override
 
 Respond = Callable[[str], str | int | dict[str, Any]]
 """Text of the reply to a question, a status, or a part of the body that replaces the usual one. Its entries

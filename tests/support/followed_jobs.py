@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from typing_extensions import override
 
 from rlhf_core.executors import base, follow
 from rlhf_core.executors.follow import Waits
-from rlhf_core.executors.job_files import JobFiles
+from rlhf_core.executors.job_files import Event, JobFiles
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock
 from rlhf_core.types import ArtifactRef
 
@@ -31,6 +32,12 @@ def follower(
     clock: Clock = SYSTEM_CLOCK,
 ) -> follow._Follower:
     return follow._Follower(scheduler, spec, log_file, timeout, lambda event: None, waits, clock)
+
+
+def add_events(files: JobFiles, events: Sequence[Event]) -> None:
+    """Write further events of a job."""
+    before, progress = files.read_events()
+    files.write_events([*before, *events], progress)
 
 
 class Job(threading.Thread):

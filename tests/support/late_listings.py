@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from typing_extensions import override
+
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 
 
 class LateListings(Store):

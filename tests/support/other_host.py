@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from typing_extensions import override
+
 from rlhf_core.cluster.agent import NodeAgent
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.nodes import ClusterNodes
@@ -18,7 +20,6 @@ from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef
 from tests.support.demo_data import with_demo_data

@@ -19,8 +19,7 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.events.clients import NullEventsClient
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
-
-from rlhf_core.system.overriding import override
+from typing_extensions import override
 
 BLOCK = "custom-webhook/team"
 """Address of the block, for RLHF_NOTIFY."""

@@ -17,14 +17,13 @@ from tests.support.champions import make_champion
 from tests.support.demo_data import GENERATED
 from tests.support.tiny_llama import save_tiny_llama
 
-EVALUATION = {
+OF_PPO = {
     "win_rate": {"mean": 0.75, "low": 0.7, "high": 0.8},
     "verdicts": {"wins": 90, "losses": 30, "ties": 8},
-    "confidence": 0.95,
-    "kl_interval": {"mean": 3.0, "low": 2.5, "high": 3.5},
-    "judge": "reward_model",
+    "kl": {"mean": 3.0, "low": 2.5, "high": 3.5},
     "judge_trained_on": True,
 }
+EVALUATION = {"policies": {"ppo": OF_PPO}, "confidence": 0.95, "judge": "reward_model"}
 TEXT = "Tell me about a small fox in the garden."
 
 

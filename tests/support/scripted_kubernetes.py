@@ -1,4 +1,4 @@
-"""A Kubernetes API server that answers from a script: RayJobs of one namespace, and the log of one pod."""
+"""A Kubernetes API server that answers from a script: RayJobs of one namespace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from rlhf_core.system.overriding import override
+from typing_extensions import override
 
 PREFIX = "/apis/ray.io/v1/namespaces/team/rayjobs"
 
@@ -32,7 +31,6 @@ class ScriptedKubernetes:
         """
         self.requests: list[str] = []
         """`METHOD path` of all requests."""
-        self.pod_log = ""
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -91,10 +89,6 @@ class ScriptedKubernetes:
                 request.close_connection = True
 
     def _handle(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
-        if path.endswith("/log"):
-            return 200, self.pod_log
-        if path.endswith("/pods"):
-            return 200, {"kind": "PodList", "items": [{"metadata": {"name": "head"}}]}
         name = path.removeprefix(PREFIX).strip("/")
         if method == "POST":
             made = json.loads(body)

@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rlhf_core.system.overriding import override
+from typing_extensions import override
 
 _VERSION = {"ray_version": "2.60.0", "ray_commit": "x", "version": "4", "session_name": "x"}
 

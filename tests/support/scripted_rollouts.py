@@ -8,10 +8,13 @@ from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any
 
+from typing_extensions import override
+
 from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.sampling.rollouts import Collector
 from rlhf_core.ppo.training.batch import (
     ModelScores,
@@ -23,10 +26,8 @@ from rlhf_core.ppo.training.batch import (
     header_of,
 )
 from rlhf_core.rewards.compose import RewardBatch
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, scripted_actor
 from rlhf_core.types import PromptExample, RewardInput, Rollout
-from rlhf_core.weight_sync.sender import SyncReport
 
 SEED, VERSION, PLACES, SAMPLES = 7, 5, 4, 2
 PROMPTS = [PromptExample(f"p{i}", f"question {i}", (i,) * (1 + 3 * i % 7), {"answer": i}) for i in range(30)]

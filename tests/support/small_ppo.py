@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import Role, plan
+from rlhf_core.config.placement import PPOSettings, Role
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
@@ -121,10 +121,10 @@ def small_ppo(
     folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
     rewards = RewardSettings(config.ppo.rewards, decode, score_clip=config.ppo.score_clip)
     with (
-        Fleet(config, plan(config.ppo), config.run.device, folders, 0, monitor) as fleet,
+        Fleet(PPOSettings.of(config), config.run.device, folders, 0, monitor) as fleet,
         open_rewards(fleet, rewards) as composer,
     ):
-        controller = PPOController(config, fleet, prompts, decode, composer, local_context(work))
+        controller = PPOController(fleet, prompts, decode, composer, local_context(work))
         controller.sync()
         yield controller
 
@@ -148,9 +148,9 @@ def finished_ppo(
     context = StageContext({}, work, work, checkpoints, nowhere, nowhere.progress)
     with (
         RewardComposer(config.ppo.rewards) as composer,
-        Fleet(config, plan(config.ppo), "cpu", dict.fromkeys(ROLES, model), 0) as fleet,
+        Fleet(PPOSettings.of(config), "cpu", dict.fromkeys(ROLES, model), 0) as fleet,
     ):
-        controller = kind(config, fleet, small_prompts(), str, composer, context)
+        controller = kind(fleet, small_prompts(), str, composer, context)
         controller.run()
         rows = (work / "metrics.jsonl").read_text().splitlines()
         yield controller, [json.loads(row) for row in rows]

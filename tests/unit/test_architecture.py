@@ -36,7 +36,6 @@ LAYERS = (
     ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),
     ("rlhf_core.engines", "rlhf_core.planning", "rlhf_core.rewards"),
     ("rlhf_core.cluster",),
-    ("rlhf_core.weight_sync",),
     ("rlhf_core.ppo",),
     ("rlhf_core.evaluation",),
     ("rlhf_core.tracking",),
@@ -55,7 +54,11 @@ ROOMS = ("training", "fleet", "sampling", "watching")
 
 HOMES = {
     "prefect": ("flows",),
-    "vllm": ("rlhf_core.engines.vllm", "rlhf_core.weight_sync"),
+    "vllm": (
+        "rlhf_core.engines.vllm",
+        "rlhf_core.engines.sync.receiver",
+        "rlhf_core.engines.sync.vllm_transport",
+    ),
     "deepspeed": ("rlhf_core.engines",),
     "ray": ("rlhf_core.cluster", "rlhf_core.ppo", "rlhf_core.executors.ray_job"),
     "mlflow": ("rlhf_core.tracking", "flows.application"),

@@ -30,26 +30,18 @@ BOUNDED = {
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
     "flows/tasks.py: state.result()": "the state of a task that has ended",
     "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",
-    "rlhf_core/testing/actors.py: arg.result()": "scripted calls run at once, so their futures are completed",
-    "rlhf_core/rewards/failures.py: state.outcome.result()": "the state of an attempt that has ended",
-    "rlhf_core/rewards/remote.py: self._replicas.acquire()": "the time limit of the pool",
-    "rlhf_core/rewards/remote.py: task.result()": (
-        "its group has ended; each request has the source's timeout"
-    ),
-    "rlhf_core/ops/serve_reward/server.py: self._arrived.wait()": (
-        "a server waits for requests until it is cancelled"
-    ),
+    "rlhf_core/testing/cluster.py: arg.result()": "scripted calls run at once, so their futures are done",
+    "rlhf_core/rewards/chat_service.py: asked.result()": "the question has an answer or an error",
     "rlhf_core/cluster/mailbox.py: self._replies.get()": "the stage's process ends this one if it ends",
-    "rlhf_core/storage/checkpoints.py: self._thread.join()": (
+    "rlhf_core/storage/checkpoints.py: self._background_upload[1].result()": (
         "store.retry_seconds bounds each call of the upload"
     ),
-    "rlhf_core/storage/checkpoints.py: self._background_upload.result()": "the same",
     "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that polls twice a second and then ends",
-    "rlhf_core/weight_sync/wire.py: work.wait()": "the group's timeout, run.timeouts.sync",
-    "rlhf_core/weight_sync/wire.py: self._forwarding[0].wait()": "the same",
-    "rlhf_core/weight_sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
-    "rlhf_core/weight_sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
-    "rlhf_core/weight_sync/sender.py: sending.wait()": "is completed",
+    "rlhf_core/engines/sync/wire.py: work.wait()": "the group's timeout, run.timeouts.sync",
+    "rlhf_core/engines/sync/wire.py: self._forwarding[0].wait()": "the same",
+    "rlhf_core/engines/sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
+    "rlhf_core/engines/sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
+    "rlhf_core/engines/sync/sender.py: sending.wait()": "is completed",
 }
 
 

@@ -329,8 +329,7 @@ def test_a_flow_has_the_rights_that_the_executor_uses() -> None:
     rights = {
         (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
     }
-    needed = {("rayjobs", verb) for verb in ("create", "get", "delete")}
-    assert needed | {("pods", "list"), ("pods/log", "get")} <= rights
+    assert rights == {("rayjobs", verb) for verb in ("create", "get", "delete")}
 
 
 @pytest.mark.parametrize("name", ["kuberay-operator", "kuberay"], ids=["helm", "kustomize"])

@@ -226,8 +226,8 @@ class _Killed(Exception):
 class _Resumable(Controller):
     """PPO with scripted rollouts, numbers and updates. Checkpoints are real."""
 
-    def __init__(self, config: PipelineConfig, fleet: Fleet, *rest: Any) -> None:
-        PPOController.__init__(self, config, fleet, *rest)
+    def __init__(self, fleet: Fleet, *rest: Any) -> None:
+        PPOController.__init__(self, fleet, *rest)
         self.script([_Experience()] * 3)
 
 

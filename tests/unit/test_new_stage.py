@@ -46,8 +46,8 @@ SECTION = '''
 class RedTeamConfig(Section):
     """Red team."""
 
-    enabled: bool = result(False, "Run the stage")
-    n: PositiveInt = result(4, "Answers to each prompt")
+    enabled: bool = result(False)
+    n: PositiveInt = result(4)
 
 
 class PipelineConfig(Section):
@@ -115,7 +115,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     insert(
         pipeline,
         "    register_: RegisterConfig",
-        "    red_team: RedTeamConfig = result(RedTeamConfig(), '')\n",
+        "    red_team: RedTeamConfig = result(RedTeamConfig())\n",
     )
     text = pipeline.read_text(encoding="utf-8")
     pipeline.write_text(text.replace("class PipelineConfig(Section):\n", SECTION.lstrip()), encoding="utf-8")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typing_extensions import override
 
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import stage_context
 from tests.benchmarks.ppo_iteration import PHASES, MeasuredController, _summary, _table
 from tests.unit.ppo.test_controller import Controller, _Experience

@@ -20,8 +20,8 @@ from tests.structure import (
     code_lines,
     comment_lines,
     count_leaves,
+    files_naming,
     files_of_ppo_step,
-    files_with_string,
     lacks_args,
     main,
 )
@@ -83,7 +83,15 @@ def test_ppo_step_follows_calls_and_remote_method_names(tmp_path: Path) -> None:
 def test_comments_and_stage_names_are_counted(tmp_path: Path) -> None:
     source = tree(tmp_path)
     assert comment_lines(source.modules["rlhf_core.ppo.fleet.fleet"]) == 1
-    assert files_with_string(source, "register") == 1
+    assert files_naming(source, "register") == 1
+
+
+def test_sections_of_a_copied_configuration_and_names_of_seeds_are_no_names_of_stages(tmp_path: Path) -> None:
+    file = tmp_path / "rlhf_core/one.py"
+    file.parent.mkdir()
+    file.write_text("derive_seed(1, 'sft')\nconfig.model_copy(update={'ppo': 1, 'data': x['data']})\n")
+    found = SourceTree(tmp_path)
+    assert [files_naming(found, stage) for stage in ("sft", "ppo", "data")] == [0, 0, 1]
 
 
 def test_configuration_leaves_are_counted_once_for_maps_and_inherited_sections() -> None:

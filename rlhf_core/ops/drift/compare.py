@@ -7,6 +7,7 @@ among the artifacts of its MLflow run.
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from rlhf_core.ops.drift.measures import from_json
 from rlhf_core.ops.drift.page import Finding, State, drift_markdown, findings
 from rlhf_core.ops.drift.process import DriftRequest
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.system.files import read_json, write_atomic
+from rlhf_core.system.files import write_atomic
 from rlhf_core.system.launch import launch, python_module
 from rlhf_core.tracking.champions import CHAMPION, registry_errors
 from rlhf_core.tracking.mlflow_client import ModelVersion
@@ -31,8 +32,6 @@ from rlhf_core.types import ArtifactRef
 log = logging.getLogger(__name__)
 
 PAGE, MEASURES = "drift.md", "drift.json"
-_TAG = "rlhf.drift"
-"""Tag of the MLflow run: the values above a limit, or why there are none."""
 _MLFLOW_SECONDS = 300.0
 """An MLflow server that is started again has some minutes for it."""
 
@@ -65,8 +64,8 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     """Compare the data of a run with those of the champion, and write the page. Warnings are logged.
 
     Returns None if there is nothing to compare: no section `drift`, no champion, its data artifact is the
-    same one, or the SFT model of the data exists already. An existing SFT model may be that of another run,
-    so if `drift.stop` has a limit, it counts only after a comparison of this run that did not stop it.
+    same one, or the SFT model of the data exists already, so that a run that is continued is not stopped by a
+    later champion.
 
     If the comparison is not possible or fails, this is logged, and None is returned, unless `drift.stop` has
     a limit.
@@ -79,13 +78,12 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     config = run.config
     if config.drift is None:
         return None
-    sft = run.artifacts.find("sft", run.spec("sft", {"data": data}).key)
-    if sft is not None and (not config.drift.can_stop or _has_passed(run)):
+    if run.artifacts.find("sft", run.spec("sft", {"data": data}).key) is not None:
+        log.info("drift: not measured, because the SFT model of these data exists already")
         return None
     champion = _champion(run)
     if champion is None:
         log.info("drift: %s has no champion to compare with", config.registered_model)
-        _record(run, "no champion")
         return None
     name = f"{config.registered_model} version {champion.version}"
     before = run.artifacts.find_registered("data", champion.tags)
@@ -100,7 +98,6 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
         return None
     if before.digest == data.digest:
         log.info("drift: the data are those of %s", name)
-        _record(run, "the data are those of the champion")
         return None
     measures = run.folder / MEASURES
     try:
@@ -110,9 +107,7 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
             raise
         log.warning("drift is not measured: %s", error)
         return None
-    content = read_json(measures)
-    if content is None:
-        raise StageFailed(f"the comparison with the data of {name} left no {measures}")
+    content = json.loads(measures.read_text(encoding="utf-8"))
     found = findings(from_json(content["measures"]), config.drift)
     report = DriftReport(name, found, drift_markdown(found, name), run.folder / PAGE)
     write_atomic(report.page, report.markdown)
@@ -129,22 +124,6 @@ def _champion(run: PipelineRun) -> ModelVersion | None:
         if mlflow.model_tags(model) is None:
             return None
         return mlflow.by_alias(model, CHAMPION)
-
-
-def _has_passed(run: PipelineRun) -> bool:
-    """Return whether an earlier command compared the data of this run, and no value stopped it."""
-    run.tracking.wait(_MLFLOW_SECONDS)
-    run.ensure_parent()
-    if run.parent_run_id is None:
-        return False
-    mlflow = run.tracking.mlflow
-    with registry_errors(mlflow, "say whether drift was measured"):
-        found = mlflow.tags(run.parent_run_id).get(_TAG)
-    return found is not None and "drift.stop." not in found
-
-
-def _record(run: PipelineRun, result: str) -> None:
-    run.tracking.set_tags(run.parent_run_id, {_TAG: result})
 
 
 def _request(
@@ -188,7 +167,6 @@ def _request(
         config=run.config.model_dump(mode="json", by_alias=True),
         champion=name,
         champion_data=str(old),
-        champion_deduplicated=made["deduplicate"],
         data=str(new),
         reward_model=None if measured is None else str(run.artifacts.fetch(measured) / "model"),
         accuracy=0.0 if measured is None else measured.metrics["accuracy"],
@@ -236,8 +214,5 @@ def _publish(run: PipelineRun, report: DriftReport) -> None:
             log.warning("%s; see %s", sentence, report.page)
         elif finding.state == "not measured" and finding.stop is not None:
             log.warning("%s; drift.stop.%s has no effect", sentence, finding.drift.measure)
-    # Those that stop come first: a long tag is cut.
-    unusual = [*report.above("stop"), *report.above("warn")]
-    if not unusual:
+    if not report.above("stop", "warn"):
         log.info("drift: no measure is above its limit; see %s", report.page)
-    _record(run, "; ".join(unusual) or "none")

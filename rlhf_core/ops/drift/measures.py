@@ -15,15 +15,13 @@ import hashlib
 import json
 import math
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.drift import Measure
+from rlhf_core.config.data import Measure
 from rlhf_core.data.dataset import evenly, read_evenly
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.data.words import WITHOUT_BLANKS
@@ -66,14 +64,10 @@ class DataStatistics:
     """Texts by their length in characters. Each range ends at the square root of 2 times its beginning."""
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     """Rows by the name of their source."""
-    scripts: dict[str, Counter[str]] = field(default_factory=dict)
-    """Letters by their script."""
     vocabulary: dict[str, Counter[str]] = field(default_factory=dict)
     """Words without regard to case."""
     rows: dict[str, int] = field(default_factory=dict)
     """Rows of each set."""
-    duplicates: dict[str, float] = field(default_factory=dict)
-    """Share of the rows that were dropped as duplicates. Empty if they are not dropped."""
 
 
 @dataclass(frozen=True)
@@ -118,16 +112,8 @@ class Drift:
         return f"drift/{self.measure}" if self.new_rows is None else f"drift/new_rows/{self.measure}"
 
 
-def statistics(folder: Path, *, deduplicated: bool) -> DataStatistics:
-    """Return the statistics of a data artifact.
-
-    Args:
-        folder: Folder of the artifact.
-        deduplicated: `data.deduplicate` of its run.
-
-    Raises:
-        DataError: A file cannot be read.
-    """
+def statistics(folder: Path) -> DataStatistics:
+    """Return the statistics of the data artifact in a folder. Raises DataError if a file cannot be read."""
     found = DataStatistics()
     decode = load_decoder(folder)
     for name, (file, columns) in _TEXTS.items():
@@ -136,11 +122,6 @@ def statistics(folder: Path, *, deduplicated: bool) -> DataStatistics:
         rows = read_evenly(folder, file, "train", ("source",), None)
         found.sources[name] = Counter(row[0] or "(unknown)" for row in rows)
         found.rows[name] = len(rows)
-    if deduplicated:
-        card = json.loads((folder / "data_card.json").read_text(encoding="utf-8"))
-        for name, counts in card["counts"].items():
-            if counts["read"]:
-                found.duplicates[name] = counts["dropped"].get("duplicate", 0) / counts["read"]
     return found
 
 
@@ -148,7 +129,7 @@ def statistics_of_new_rows(champion: Path, folder: Path) -> DataStatistics:
     """Return the statistics of the training rows in `folder` whose texts are in no row of the champion's
     data.
 
-    Sources and duplicates are not included: new rows often come from one source. A set with fewer than
+    Sources are not included: new rows often come from one source. A set with fewer than
     `MIN_NEW_ROWS` new rows has none, and so has a set without old rows, whose new rows are all rows.
 
     Args:
@@ -193,16 +174,8 @@ def _digest(row: Sequence[Any]) -> bytes:
 
 def _count_texts(found: DataStatistics, name: str, texts: Sequence[str]) -> None:
     for place, text in zip(_TEXTS[name][1].values(), texts, strict=True):
-        _count(found, place, text)
-
-
-def _count(found: DataStatistics, place: str, text: str) -> None:
-    found.lengths.setdefault(place, Counter())[_length_range(len(text))] += 1
-    found.vocabulary.setdefault(place, Counter()).update(_WORD.findall(text.casefold()))
-    scripts = found.scripts.setdefault(place, Counter())
-    for char, count in Counter(text).items():
-        if char.isalpha():
-            scripts[_script(char)] += count
+        found.lengths.setdefault(place, Counter())[_length_range(len(text))] += 1
+        found.vocabulary.setdefault(place, Counter()).update(_WORD.findall(text.casefold()))
 
 
 def _length_range(length: int) -> str:
@@ -212,22 +185,13 @@ def _length_range(length: int) -> str:
     return f"{math.ceil(2 ** (step / 2))}-{math.ceil(2 ** ((step + 1) / 2)) - 1}"
 
 
-@lru_cache(maxsize=100_000)
-def _script(letter: str) -> str:
-    """Return the first word of the letter's name in Unicode, such as LATIN, CYRILLIC or CJK."""
-    return unicodedata.name(letter, "UNKNOWN").split()[0].lower()
-
-
 def compare(before: DataStatistics, after: DataStatistics) -> list[Drift]:
     """Return the drift of each measure from the champion's data to the new data."""
-    found = _divergences(before, after)
-    places = before.duplicates.keys() & after.duplicates.keys()
-    if not places:
-        return [*found, Drift("duplicates", None, note="data.deduplicate is false in one of the two runs")]
-    rises = {place: after.duplicates[place] - before.duplicates[place] for place in sorted(places)}
-    place = max(rises, key=lambda name: rises[name])
-    change = Change("duplicates", before.duplicates[place], after.duplicates[place])
-    return [*found, Drift("duplicates", max(0.0, rises[place]), place, changes=(change,))]
+    return [
+        _largest("lengths", before.lengths, after.lengths),
+        _largest("sources", before.sources, after.sources),
+        _largest("vocabulary", *_most_frequent(before.vocabulary, after.vocabulary)),
+    ]
 
 
 def compare_new_rows(before: DataStatistics, new: DataStatistics) -> list[Drift]:
@@ -235,17 +199,8 @@ def compare_new_rows(before: DataStatistics, new: DataStatistics) -> list[Drift]
 
     `new` is the result of `statistics_of_new_rows`.
     """
-    found = [each for each in _divergences(before, new) if each.value is not None]
+    found = [each for each in compare(before, new) if each.value is not None]
     return [replace(each, new_rows=new.rows[each.place.split(".")[0]]) for each in found]
-
-
-def _divergences(before: DataStatistics, after: DataStatistics) -> list[Drift]:
-    return [
-        _largest("lengths", before.lengths, after.lengths),
-        _largest("sources", before.sources, after.sources),
-        _largest("scripts", before.scripts, after.scripts),
-        _largest("vocabulary", *_most_frequent(before.vocabulary, after.vocabulary)),
-    ]
 
 
 def _largest(measure: Measure, before: Counts, after: Counts) -> Drift:

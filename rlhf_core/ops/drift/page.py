@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_core.config.drift import DriftConfig
+from rlhf_core.config.data import DriftConfig
 from rlhf_core.data.card import markdown_cell
 from rlhf_core.ops.drift.measures import MIN_NEW_ROWS, Drift
 
@@ -80,13 +80,10 @@ def drift_markdown(found: Sequence[Finding], champion: str) -> str:
         lines.append(f"| {drift.label} | {value} | {drift.place} | {bounds} | {finding.state} |")
     lines += [
         "",
-        "lengths, sources, scripts and vocabulary: Jensen-Shannon divergence in bits, 0 for equal and 1 for"
+        "lengths, sources and vocabulary: Jensen-Shannon divergence in bits, 0 for equal and 1 for"
         " disjoint data. If a tenth of the new data is of a kind that the champion's data do not have, it is"
-        " 0.05, for a fifth 0.11, for half 0.31. duplicates and agreement: change of a share. agreement is"
-        " above a limit if its whole interval is.",
-        "",
-        "scripts are writing systems: a change between languages of one script, such as English and French,"
-        " is in vocabulary only.",
+        " 0.05, for a fifth 0.11, for half 0.31. agreement: loss of a share, which is above a limit if its"
+        " whole interval is.",
         "",
         f"of new rows: only the rows that the champion's data do not have, if there are at least"
         f" {MIN_NEW_ROWS} of them in the set, and other rows. The limits are the same.",

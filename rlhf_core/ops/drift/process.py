@@ -41,8 +41,6 @@ class DriftRequest:
     """Name of the version."""
     champion_data: str
     """Folder of its data artifact."""
-    champion_deduplicated: bool
-    """`data.deduplicate` of its run."""
     data: str
     """Folder of the new data artifact."""
     reward_model: str | None
@@ -70,9 +68,8 @@ def main(path: Path) -> None:
     config = config_from_json(request.config)
     data = Path(request.data)
     champion = Path(request.champion_data)
-    before = statistics(champion, deduplicated=request.champion_deduplicated)
-    after = statistics(data, deduplicated=config.data.deduplicate)
-    drifts = [*compare(before, after), *agreement(config, request)]
+    before = statistics(champion)
+    drifts = [*compare(before, statistics(data)), *agreement(config, request)]
     drifts += compare_new_rows(before, statistics_of_new_rows(champion, data))
     write_json(Path(request.result), {"champion": request.champion, "measures": to_json(drifts)})
 
@@ -91,8 +88,8 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     if not pairs:
         return [Drift("agreement", None, note="there are no held-out pairs")]
     from rlhf_core.engines.distributed import resolve_device
-    from rlhf_core.stages.pairs import is_correct
     from rlhf_core.stages.reward import evaluate_saved
+    from rlhf_core.stages.training import is_correct
 
     device = resolve_device(config.run.device)
     _, scores_P2 = evaluate_saved(config, Path(request.reward_model), pairs, load_decoder(data).pad, device)

@@ -7,7 +7,7 @@ import math
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, SFTConfig, TrainingSection
-from rlhf_core.planning.loads import largest_pass, largest_pass_of_ppo
+from rlhf_core.planning.loads import PPO, largest_pass, largest_pass_of_ppo
 from rlhf_core.planning.memory import ForwardPass
 
 
@@ -17,11 +17,11 @@ def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
     for stage, section in config.training_sections.items():
         batch = largest_pass(config, stage)
         text = _sft(config, batch) if isinstance(section, SFTConfig) else _pairs(config, section, batch)
-        if stage == "reward" and config.reward.members > 1:
+        if section is config.reward and config.reward.members > 1:
             text += f"; {config.reward.members} models one after the other"
         descriptions.append((str(stage), text))
     if config.ppo.enabled:
-        descriptions.append(("ppo", _ppo(config)))
+        descriptions.append((PPO, _ppo(config)))
     return descriptions
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,29 +17,25 @@ from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
-from rlhf_core.models.known_shapes import NAMES, known_shape
-from rlhf_core.models.shape import ModelShape
+from rlhf_core.models.shape import ModelShape, known_models, known_shape
 from rlhf_core.ops.plan.batches import describe_batches
-from rlhf_core.ops.plan.search import NoSplit, Split, fastest
 from rlhf_core.ops.plan.speed import (
     DECODE_BANDWIDTH,
     LINK,
+    MEASURED,
     NETWORK,
-    PHASES,
     SCORING_MFU,
     TRAINING_MFU,
-    Phase,
-    Seconds,
     StepTime,
-    optimizer_step_time,
+    seconds_of_step,
     step_time,
 )
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.advice import Changes, advise, as_overrides
-from rlhf_core.planning.checkpoints import UPLOAD_BYTES, CheckpointSize, checkpoint_sizes
+from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import FitVerdict, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import DeviceLoad, largest_pass, sequences_of_step, trained_model
+from rlhf_core.planning.loads import PPO, DeviceLoad
+from rlhf_core.planning.search import Changes, advise, as_overrides, fastest, with_changes
 from rlhf_core.preflight import check
 from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
@@ -57,14 +54,8 @@ KINDS = {
     "cache": "cache",
 }
 """Kinds of memory and the headings of their columns."""
-LIMITS = {
-    "arithmetic": "the arithmetic of the devices",
-    "memory": "the memory bandwidth of the devices",
-    "link": "the links inside a host",
-    "network": "the network between hosts",
-    "host": "copies to host memory and its CPUs",
-}
-"""What limits a phase, by the fields of `Seconds`."""
+_FASTER = 1.25
+"""How many times as fast as the configuration other settings must be to be shown: both are estimates."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +67,17 @@ class Plan:
     hardware: Hardware
     verdict: FitVerdict
     changes: tuple[str, ...] | None
-    """Overrides that make it fit: the smallest changes found, or else those of `splits` that are needed.
-
-    None if it fits, or if none were found.
-    """
+    """Overrides that make it fit; None if it fits, or if none were found."""
     time: StepTime | None
     """Time of a step of PPO; None without PPO."""
-    optimizer_steps: dict[str, Seconds]
-    """Time of one optimizer step of each stage that trains one model."""
-    checkpoints: tuple[CheckpointSize, ...]
-    splits: tuple[Split | NoSplit, ...]
-    """The fastest split of each stage. Empty without GPUs."""
+    steps: dict[StageName, float]
+    """Seconds of a step of each training stage: of PPO, or an optimizer step."""
+    checkpoints: dict[StageName, int]
+    """Bytes of a checkpoint of each training stage."""
+    fastest: dict[StageName, list[tuple[float, Changes]]]
+    """For each training stage, at most three settings that fit, the fastest first: seconds of a step, and the
+    changed fields. Those of PPO have different placements. Empty without GPUs, and if nothing fits.
+    """
     warnings: tuple[str, ...]
     """Those of the checks before a run."""
     limits_are_assumed: bool
@@ -102,8 +93,8 @@ def make_plan(
     link: str | None = None,
     host_memory_gib: float | None = None,
 ) -> Plan:
-    """Compute the memory and time that a configuration needs, whether it fits its devices, and which split of
-    the devices is the fastest.
+    """Compute the memory that a configuration needs, estimate its time, and look for settings that fit and
+    for faster ones.
 
     Args:
         config_path: YAML file.
@@ -132,26 +123,46 @@ def make_plan(
     warnings = _checked(config, model_config, hardware, this_machine=gpus is None)
     shape = _shape(config, model_config)
     verdict = compare_memory(config, shape, hardware)
-    splits: tuple[Split | NoSplit, ...] = ()
-    if not hardware.device.is_cpu:
-        splits = fastest(config, shape, hardware)
-    changes = None
-    if not verdict.fits:
-        compare = partial(compare_memory, shape=shape, hardware=hardware)
-        changes = advise(config, compare, _changes(splits))
+    changes = () if verdict.fits else advise(config, shape, hardware)
+    found: dict[StageName, list[tuple[float, Changes]]] = {}
+    if changes is not None and not hardware.device.is_cpu:
+        found = fastest_settings(config, changes, shape, hardware)
     return Plan(
         config,
         shape,
         hardware,
         verdict,
-        changes,
+        changes or None,
         step_time(config, shape, hardware) if config.ppo.enabled else None,
-        _optimizer_steps(config, shape, hardware),
-        tuple(checkpoint_sizes(config, shape, hardware)),
-        splits,
+        {stage: seconds_of_step(config, shape, hardware, stage) for stage in _stages(config)},
+        checkpoint_sizes(config, shape),
+        found,
         warnings,
         is_assumed,
     )
+
+
+def fastest_settings(
+    config: PipelineConfig, changes: tuple[str, ...], shape: ModelShape, hardware: Hardware
+) -> dict[StageName, list[tuple[float, Changes]]]:
+    """Return the seconds and the changes of the fastest settings of each training stage, at most three.
+
+    `changes` are those with which the configuration fits.
+    """
+    fitting = with_changes(config, dict(change.split("=", 1) for change in changes))
+    assert fitting is not None
+    found: dict[StageName, list[tuple[float, Changes]]] = {}
+    for stage in _stages(config):
+        # PPO may only fit together with other changes: of its adapters, and of the evaluation.
+        start = fitting if stage == PPO else config
+        seconds = partial(seconds_of_step, shape=shape, hardware=hardware, stage=stage)
+        found[stage] = list(islice(fastest(config, start, stage, shape, hardware, seconds), 3))
+    return found
+
+
+def _stages(config: PipelineConfig) -> list[StageName]:
+    """Return the stages that train."""
+    return [*config.training_sections, *([PPO] if config.ppo.enabled else [])]
 
 
 def _checked(
@@ -175,15 +186,6 @@ def _checked(
         raise type(error)("\n".join([error.message, *misfits])) from error
 
 
-def _changes(splits: Sequence[Split | NoSplit]) -> Changes:
-    """Return the values of the fields that all splits change, by their names."""
-    changes: Changes = {}
-    for split in splits:
-        if isinstance(split, Split):
-            changes |= split.changes
-    return changes
-
-
 def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
     if model_config is None:
         path = config.model.path
@@ -195,7 +197,7 @@ def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
     if known is None:
         raise ConfigError(
             f"--model-config: must be a readable config.json or a known model; got {model_config!r}, which is"
-            f" no file; known: {', '.join(NAMES)}"
+            f" no file; known: {', '.join(known_models())}"
         )
     return known
 
@@ -214,17 +216,6 @@ def _hardware(
     if visible is None:
         raise ConfigError("--gpus: this configuration runs on GPUs; say which, such as --gpus 8xA100-80G")
     return visible
-
-
-def _optimizer_steps(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> dict[str, Seconds]:
-    seconds: dict[str, Seconds] = {}
-    for stage, section in config.training_sections.items():
-        model = trained_model(config, shape, stage, section.deepspeed)
-        batch = largest_pass(config, stage)
-        seconds[stage] = optimizer_step_time(
-            model, sequences_of_step(section), batch.longest, batch.tokens, hardware
-        )
-    return seconds
 
 
 # -- shown --
@@ -254,19 +245,10 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_memory_table(plan))
     if not device.is_cpu:
         _say_cache(plan, say)
-    _say_checkpoints(plan, say)
-    say(
-        f"time: {_step_of_ppo(plan)}an optimizer step of "
-        + ", ".join(f"{stage} {duration(step.total)}" for stage, step in plan.optimizer_steps.items())
-    )
-    network = f" and {NETWORK:.0%} of the network" if plan.hardware.hosts > 1 else ""
-    say(
-        f"assumed: every sequence of full length; {TRAINING_MFU:.0%} of peak arithmetic in training and"
-        f" {SCORING_MFU:.0%} in scoring, {DECODE_BANDWIDTH:.0%} of memory bandwidth in decoding, {LINK:.0%}"
-        f" of the link{network}\n"
-    )
-    if plan.splits:
-        _show_splits(plan, console)
+    sizes = ", ".join(f"{stage} {_gigabytes(size)}" for stage, size in plan.checkpoints.items())
+    say(f"checkpoints: {sizes}")
+    _say_time(plan, say)
+    _say_fastest(plan, console)
     if plan.verdict.fits:
         fullest = max(load.total for load in plan.verdict.loads) / device.memory
         say(
@@ -297,22 +279,20 @@ def as_json(plan: Plan) -> str:
         "batches": dict(describe_batches(plan.config)),
         "memory": [_row(load) for load in plan.verdict.loads],
         "kv_cache_tokens": plan.verdict.kv_tokens,
-        "ppo_step_seconds": plan.time and {name: plan.time.phase(name).total for name in PHASES},
-        "optimizer_step_seconds": {stage: step.total for stage, step in plan.optimizer_steps.items()},
-        "checkpoints": [asdict(size) for size in plan.checkpoints],
-        "fastest": [_split(split) for split in plan.splits],
+        "ppo_step_seconds": plan.time and plan.time.phases,
+        "step_seconds": plan.steps,
+        "measured_over_estimated": MEASURED,
+        "checkpoints": plan.checkpoints,
+        "fastest": {
+            stage: {"seconds": found[0][0], "changes": found[0][1]}
+            for stage, found in plan.fastest.items()
+            if found
+        },
         "warnings": plan.warnings,
         "problems": [problem.text for problem in plan.verdict.problems],
         "changes": plan.changes,
     }
     return json.dumps(found, indent=2)
-
-
-def _split(split: Split | NoSplit) -> dict[str, Any]:
-    if isinstance(split, NoSplit):
-        return {"stage": split.stage, "seconds": None, "reason": split.reason}
-    phases = {name: asdict(seconds) for name, seconds in split.phases.items()}
-    return {"stage": split.stage, "seconds": split.seconds, "phases": phases, "changes": split.changes}
 
 
 def _row(load: DeviceLoad) -> dict[str, Any]:
@@ -387,72 +367,44 @@ def _say_cache(plan: Plan, say: Any) -> None:
         say(f"host memory for offloaded optimizer state: {needed / GIB:.0f} GiB {each}in {stage}")
 
 
-def _say_checkpoints(plan: Plan, say: Any) -> None:
-    largest = max(plan.checkpoints, key=lambda size: size.bytes)
-    part = f", {_gigabytes(largest.per_host)} of it on one host" if plan.hardware.hosts > 1 else ""
-    sizes = ", ".join(f"{size.stage} {_gigabytes(size.bytes)}" for size in plan.checkpoints)
-    say(
-        f"checkpoints: {sizes}; the largest{part}: {duration(largest.hash_seconds)} to hash with one thread,"
-        f" {duration(largest.upload_seconds)} to upload at {UPLOAD_BYTES / 1e9:g} GB/s from each host"
-    )
-
-
 def _gigabytes(size: float) -> str:
     return f"{size / 1e9:,.3g} GB" if size < 1e12 else f"{size / 1e12:.3g} TB"
 
 
-def _step_of_ppo(plan: Plan) -> str:
-    time, steps = plan.time, plan.config.ppo.steps
-    if time is None:
-        return ""
-    return (
-        f"a step of ppo {duration(time.total)} = {_phases(time.phase, plan.config)}, all {steps} in"
-        f" {duration(time.total * steps)}; "
+def _say_time(plan: Plan, say: Any) -> None:
+    steps = [f"a step of {stage} {duration(seconds)}" for stage, seconds in plan.steps.items()]
+    say(f"time, estimated: {', '.join(steps)}")
+    if plan.time is not None:
+        parts = {name: f"{name} {duration(seconds)}" for name, seconds in plan.time.phases.items()}
+        phases = " + ".join(parts.values())
+        if plan.time.staleness:
+            phases = f"({parts['rollout']} during {parts['scoring']} + {parts['training']}) + {parts['sync']}"
+            every = plan.time.sync_every
+            phases += "" if every == 1 else f" in every {every} steps"
+        count = plan.config.ppo.steps
+        say(f"a step of ppo = {phases}; all {count} in {duration(plan.time.total * count)}")
+    network = f" and {NETWORK:.0%} of the network" if plan.hardware.hosts > 1 else ""
+    say(
+        f"The one PPO step that was measured, on one GPU, took {MEASURED} times as long as estimated."
+        f" Assumed: every sequence of full length; {TRAINING_MFU:.0%} of peak arithmetic in training and"
+        f" {SCORING_MFU:.0%} in scoring, {DECODE_BANDWIDTH:.0%} of memory bandwidth in decoding, {LINK:.0%}"
+        f" of the link{network}\n"
     )
 
 
-def _phases(phase: Callable[[Phase], Seconds], config: PipelineConfig) -> str:
-    """Return the time of each phase in words."""
-    parts = {name: f"{name} {duration(phase(name).total)}" for name in PHASES}
-    if not config.ppo.staleness:
-        return " + ".join(parts.values())
-    every = config.ppo.sync_every
-    often = "" if every == 1 else f" in every {every} steps"
-    return f"({parts['rollout']} during {parts['scoring']} + {parts['training']}) + {parts['sync']}{often}"
-
-
-def _show_splits(plan: Plan, console: Console) -> None:
-    """Show the fastest split of each stage, what limits it, and the overrides."""
-
-    def say(text: str, **options: Any) -> None:
-        console.print(text, highlight=False, markup=False, **options)
-
-    now = {stage: step.total for stage, step in plan.optimizer_steps.items()}
-    if plan.time is not None:
-        now["ppo"] = plan.time.total
+def _say_fastest(plan: Plan, console: Console) -> None:
+    """Show the fastest settings of the stages that they make faster, and the overrides."""
     unfit = {problem.stage for problem in plan.verdict.problems}
-    say(f"fastest split found for {plan.hardware}:")
-    say("computed times: the one PPO step measured, on one GPU, took four times as long")
-    for split in plan.splits:
-        if isinstance(split, NoSplit):
-            say(f"- no split fits: {split.reason}")
+    changes: Changes = {}
+    for stage, [(seconds, changed), *_] in ((s, found) for s, found in plan.fastest.items() if found):
+        times = plan.steps[stage] / seconds
+        if not changed or (stage not in unfit and times < _FASTER):
             continue
-        phase, limit = max(split.phases.items(), key=lambda entry: entry[1].total)
-        what, parts = "an optimizer step", ""
-        if split.stage == "ppo":
-            what = "a step"
-            parts = f" = {_phases(split.phases.__getitem__, plan.config)}"
-        part = getattr(limit, limit.largest) / limit.total
-        bottleneck = f"{LIMITS[limit.largest]} ({part:.0%})"
-        if split.stage == "ppo":
-            bottleneck = f"{phase} ({limit.total / split.seconds:.0%} of the step), limited by {bottleneck}"
-        before = ", it does not fit" if split.stage in unfit else f": {duration(now[split.stage])}"
-        host = f". It needs {split.host / GIB:,.0f} GiB of memory on each host" if split.host else ""
-        say(
-            f"- {split.stage}: {what} {duration(split.seconds)}{parts} (as configured{before}). Bottleneck:"
-            f" {bottleneck}{host}"
+        than = "as configured, it does not fit" if stage in unfit else f"{times:.1f} times as fast"
+        console.print(f"{stage}: a step {duration(seconds)} ({than})", highlight=False, markup=False)
+        changes |= changed
+    if changes:
+        overrides = shlex.join(as_overrides(changes))
+        console.print(
+            f"estimated to be faster with: {overrides}\n", highlight=False, markup=False, soft_wrap=True
         )
-    if overrides := as_overrides(_changes(plan.splits)):
-        say(f"fastest with: {shlex.join(overrides)}\n", soft_wrap=True)
-    else:
-        say("")

@@ -1,7 +1,19 @@
 """`rlhf prune`: deletes artifacts, checkpoints and files that nothing needs any more.
 
-`retention` decides, `retained` says what versions need, and `removal` deletes. This module reads everything
-that the decision depends on. It deletes nothing if the store or MLflow does not answer.
+`retention` decides, and `retained` says what versions need. This module reads everything that the decision
+depends on, and deletes. It deletes nothing if the store or MLflow does not answer. After a kill, no artifact
+has a manifest and lacks files:
+
+    claim the stage key -> read the manifest again -> delete the manifest -> delete its files one by one
+
+- While the key is claimed, no other attempt makes the stage, and a superseded one cannot commit. The claim
+  has the number after the last one that was observed, so if any attempt has begun since then, nothing is
+  deleted.
+- Only the folder that the manifest names is deleted. Attempts have folders of their own, with numbers that
+  are used once.
+- A kill in between leaves files without a manifest, as that of an upload does. They are deleted only if the
+  last attempt began so long ago that it cannot go on: it could commit a manifest between the claim of this
+  process and its own next look at the claims.
 """
 
 from __future__ import annotations
@@ -9,16 +21,19 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 
+from rlhf_core.cluster.disk_space import bytes_below
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import InputError
+from rlhf_core.config.pipeline import StoreConfig
+from rlhf_core.errors import InputError, Superseded
 from rlhf_core.executors.job_files import JobFiles
-from rlhf_core.ops.prune.removal import remove, remove_copy, stale_copies
 from rlhf_core.ops.prune.retained import retained
 from rlhf_core.ops.prune.retention import (
     UNFINISHED_SECONDS,
@@ -31,14 +46,19 @@ from rlhf_core.ops.prune.retention import (
 )
 from rlhf_core.run.registered_policies import registry_of
 from rlhf_core.run.state import process_of, read_state
-from rlhf_core.storage.fencing import observe
+from rlhf_core.storage.artifacts import parse_artifact_copy, store_file
+from rlhf_core.storage.bundles import MANIFEST
+from rlhf_core.storage.checkpoints import CheckpointStore
+from rlhf_core.storage.fencing import Claim, Fence, claim_next, observe, renewed
 from rlhf_core.storage.inventory import (
     ARTIFACTS,
     ArtifactName,
+    Leftover,
     StoredArtifact,
     Unfinished,
     add_unlisted,
     artifacts_named,
+    read_artifact,
     read_inventory,
 )
 from rlhf_core.storage.outbox import Outbox
@@ -46,7 +66,7 @@ from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.home import Home
 from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock, seconds_since_boot
 from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.types import CHECKPOINTS
+from rlhf_core.types import CHECKPOINTS, artifact_prefix
 
 DAY = 86_400.0
 _CLOCK_SECONDS = 3600.0
@@ -130,9 +150,7 @@ class Pruning:
         items = decide(known)
         deleted = [item for item in items if item.reason is None]
         kept = [item for item in items if item.reason is not None]
-        # Together with the checkpoints of a key, those in the outbox are deleted.
-        done = {item.subject.key for item in deleted if isinstance(item.subject, Unfinished)}
-        deleted += self._pending(known, done)
+        deleted += self._pending(known)
         if not self._store.is_local:
             present = [item.subject for item in kept if isinstance(item.subject, StoredArtifact)]
             for copy in stale_copies(self._store, self._home.cache, present):
@@ -155,20 +173,21 @@ class Pruning:
         """Delete what is planned, one after another. Yield each with whether it was deleted: not if it has
         changed in the meantime.
         """
-        known = plan.known
+        known, claims = plan.known, dict(plan.known.claims)
         allowed = {item.subject for item in plan.deleted}
         for item in plan.deleted:
             subject = item.subject
             if self._clock.monotonic() - self._refreshed_at > _FRESH_SECONDS:
                 known = self._refreshed(known)
                 allowed = {each.subject for each in decide(known) if each.reason is None}
-            if isinstance(subject, Pending):
-                deleted = self._discard(subject.prefix)
-            elif isinstance(subject, CachedCopy):
+            if isinstance(subject, CachedCopy):
                 deleted = remove_copy(self._store, subject)
             else:
-                key = subject.key if isinstance(subject, Unfinished) else subject.name.key
-                deleted = subject in allowed and remove(self._store, subject, known.claims[key], self._home)
+                is_allowed = subject in allowed or isinstance(subject, Pending)
+                claim = claims[subject.key]
+                deleted = is_allowed and remove(self._store, subject, claim, self._home)
+                if deleted:  # its own claim is the last one now
+                    claims[subject.key] = replace(claim, attempt=claim.attempt + 1)
             yield item, deleted
 
     def _known(self) -> Known:
@@ -180,17 +199,17 @@ class Pruning:
             )
         keys = {
             *inventory.keys,
-            *(artifact.name.key for artifact in inventory.artifacts),
-            *(leftover.name.key for leftover in inventory.leftovers),
+            *(artifact.key for artifact in inventory.artifacts),
+            *(leftover.key for leftover in inventory.leftovers),
             *self._keys_of_outbox().values(),
         }
         # After the artifacts: what has become one in the meantime was begun less than a week ago.
         claims = observe(self._store, keys, clock=self._clock)
         known = self._refreshed(Known(inventory, claims, (), (), (), self._now(), self._age))
         # What a version, run or stage needs, and no listing has.
-        inputs = [ArtifactName.parse(text) for claim in claims.values() for text in claim.inputs or ()]
+        inputs = [ArtifactName.parse(text) for claim in claims.values() for text in claim.inputs]
         inventory = add_unlisted(self._store, inventory, [*known.needed, *known.in_use, *inputs])
-        unlisted = {artifact.name.key for artifact in inventory.artifacts} - keys
+        unlisted = {artifact.key for artifact in inventory.artifacts} - keys
         claims |= observe(self._store, unlisted, clock=self._clock)
         return replace(known, inventory=inventory, claims=claims)
 
@@ -239,21 +258,95 @@ class Pruning:
         keys = {prefix: prefix.split("/")[2] for prefix in self._outbox.pending(ARTIFACTS)}
         return keys | {prefix: prefix.split("/")[1] for prefix in self._outbox.pending(CHECKPOINTS)}
 
-    def _pending(self, known: Known, done: Collection[str]) -> Iterator[Item]:
-        """Yield what no run has uploaded for longer than the age, of keys that nobody holds and that are not
-        in `done`.
-        """
+    def _pending(self, known: Known) -> Iterator[Item]:
+        """Yield what no run has uploaded for longer than the age, of keys that nobody holds."""
         for prefix, key in self._keys_of_outbox().items():
             assert self._outbox is not None
             manifest, age = self._outbox.manifest(prefix), self._outbox.age(prefix)
-            is_free = key not in done and key in known.claims and not known.claims[key].held
+            is_free = key in known.claims and not known.claims[key].held
             if manifest is not None and is_free and age > known.unfinished_age:
-                pending = Pending(prefix, sum(entry.size for entry in manifest.files))
+                pending = Pending(prefix, key, sum(entry.size for entry in manifest.files))
                 yield Item(pending, f"outbox: {prefix}", "it was not uploaded", known.now - age)
 
-    def _discard(self, prefix: str) -> bool:
-        # Younger if a run has added another one in the meantime.
-        if self._outbox is None or self._outbox.age(prefix) <= max(self._age, UNFINISHED_SECONDS):
-            return False
-        self._outbox.discard(prefix)
-        return True
+
+# -- deletion --
+
+
+def remove(
+    store: Store, subject: StoredArtifact | Leftover | Unfinished | Pending, claim: Claim, home: Home
+) -> bool:
+    """Delete an artifact, the folders of one without a manifest, the checkpoints of a stage key, or a bundle
+    of the outbox.
+
+    Return False if it has changed, or if its key was claimed by another attempt since `claim` was observed.
+    """
+    fence = claim_next(store, subject.key, claim)
+    if fence is None:
+        return False
+    outbox = Outbox.of(store, home.outbox)
+    with renewed(fence), suppress(Superseded):
+        fence.check()
+        if isinstance(subject, Pending):
+            assert outbox is not None
+            outbox.discard(subject.prefix)
+            return True
+        if isinstance(subject, Unfinished):
+            # Also those in the outbox of this machine. Damaged ones stay.
+            CheckpointStore(store, subject.key, home.cache, StoreConfig(), fence, outbox=outbox).clear()
+            return True
+        if _is_unchanged(store, subject):
+            return _remove_files(store, subject, fence)
+    return False
+
+
+def _is_unchanged(store: Store, subject: StoredArtifact | Leftover) -> bool:
+    if isinstance(subject, Leftover):
+        return not store.exists(f"{artifact_prefix(*subject.name)}/{MANIFEST}")
+    now = read_artifact(store, subject.name)
+    return now is not None and (now.folders, now.digest) == (subject.folders, subject.digest)
+
+
+def _remove_files(store: Store, subject: StoredArtifact | Leftover, fence: Fence) -> bool:
+    """Delete files one by one. Raises Superseded if another attempt claims the key first.
+
+    An attempt can upload files from its outbox to a folder that had them before.
+    """
+    prefix = artifact_prefix(*subject.name)
+    fence.check()
+    store.delete([f"{prefix}/{MANIFEST}"])
+    with suppress(Superseded):  # what is left has no manifest
+        for folder in subject.folders:
+            for key in store.list(f"{prefix}/{folder}"):
+                fence.check()
+                store.delete([key])
+            fence.check()
+            # What a local store does not list: empty folders, and unfinished writes.
+            store.delete_prefix(f"{prefix}/{folder}")
+    return True
+
+
+def stale_copies(store: Store, cache: Path, artifacts: Collection[StoredArtifact]) -> Iterator[CachedCopy]:
+    """Yield the copies of artifacts that the store does not have any more.
+
+    A copy without the file that names its store is left out.
+
+    Args:
+        store: The store. None of a local one is copied.
+        cache: Folder of the copies.
+        artifacts: What the store has, or will still have.
+    """
+    present = {artifact.copy_name for artifact in artifacts}
+    for folder in sorted(cache.glob("artifacts-*")):
+        copy = parse_artifact_copy(str(folder))
+        if copy is not None and copy.store == store.url and folder.name not in present and folder.is_dir():
+            yield CachedCopy(ArtifactName(copy.stage, copy.key), folder, bytes_below(folder))
+
+
+def remove_copy(store: Store, copy: CachedCopy) -> bool:
+    """Delete a copy. Return False if the store has its artifact."""
+    artifact = read_artifact(store, copy.name)
+    if artifact is not None and artifact.copy_name == copy.folder.name:
+        return False
+    shutil.rmtree(copy.folder, ignore_errors=True)
+    store_file(copy.folder).unlink(missing_ok=True)
+    return True

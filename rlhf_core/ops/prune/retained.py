@@ -23,7 +23,6 @@ from rlhf_core.tracking.champion_log import Move, read_log, without_logs
 from rlhf_core.tracking.champions import WEIGHTS, registry_errors, revocation
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
 from rlhf_core.tracking.mlflow_errors import UnusableAnswer
-from rlhf_core.tracking.registry import read_outcome
 
 _KEY = re.compile(r"rlhf\.([a-z]+)\.key")
 """Tag of a version with the key of one of its artifacts."""
@@ -71,7 +70,7 @@ def _kept(
     in_history = {name for move in moves for name in (move.version, move.previous)}
     for version in versions:
         is_foreign = not any(map(_KEY.fullmatch, version.tags))
-        was_champion = version.version in in_history or read_outcome(version.tags).get("champion") is True
+        was_champion = version.version in in_history
         is_usable = revocation(version, versions, moves) is None
         if version.version in aliased or is_foreign or (was_champion and is_usable):
             yield version

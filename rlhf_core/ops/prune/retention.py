@@ -3,7 +3,7 @@ access to store or registry.
 
 An artifact is deleted if all of this holds:
 
-- it has weights, and its stage is one of this release, but not `data`;
+- it has weights, and its stage is not `data`;
 - it is older than the given age;
 - no version needs it that is or was champion or has an alias (`retained`), and the registry knows
   the versions of all registrations that it led to;
@@ -39,10 +39,7 @@ class Reason(Enum):
     OTHER_REGISTRY = "it was registered, and this MLflow does not have the version"
     IN_USE = "a run, a job or an unfinished stage has produced it or reads it"
     HELD = "its stage is running"
-    YOUNG = "it is not old enough"
-    UNKNOWN_AGE = "its age is unknown"
-    UNKNOWN_STAGE = "this release does not have its stage"
-    UNKNOWN_INPUTS = "a stage of an earlier release is running, and its inputs are unknown"
+    YOUNG = "it is not old enough, or its age is unknown"
     ANCESTOR = "an artifact that is kept descends from it"
     DATA = "it is a data artifact; matches need it"
     NO_WEIGHTS = "it has no weights"
@@ -54,6 +51,8 @@ class Pending:
     """An artifact or a checkpoint in the outbox, which was not uploaded."""
 
     prefix: str
+    key: str
+    """Key of its stage."""
     size: int
     """Bytes."""
 
@@ -122,16 +121,13 @@ def decide(known: Known) -> list[Item]:
     """
     artifacts = {artifact.name: artifact for artifact in known.inventory.artifacts}
     needed = _needed(known, artifacts)
-    unknown = any(claim.held and claim.inputs is None for claim in known.claims.values())
     items = []
     for artifact in _descendants_first(artifacts):
         reason = needed.get(artifact.name) or _reason_of_kind(artifact)
-        if reason is None and unknown:
-            reason = Reason.UNKNOWN_INPUTS
         items.append(Item(artifact, str(artifact.name), "no version needs it", artifact.created, reason))
     for leftover in known.inventory.leftovers:
-        since = _last_use(leftover.name.key, 0.0, known)
-        reason = Reason.DAMAGED if leftover.is_damaged else _unfinished(leftover.name.key, since, known)
+        since = _last_use(leftover.key, 0.0, known)
+        reason = Reason.DAMAGED if leftover.is_damaged else _unfinished(leftover.key, since, known)
         items.append(Item(leftover, f"files of {leftover.name}", "it has no manifest", since, reason))
     for checkpoints in known.inventory.checkpoints:
         key = checkpoints.key
@@ -169,10 +165,6 @@ def _own_reason(artifact: StoredArtifact, known: Known) -> Reason | None:
         return Reason.OTHER_REGISTRY
     if claim is not None and claim.held:
         return Reason.HELD
-    if artifact.stage is None:
-        return Reason.UNKNOWN_STAGE
-    if artifact.created is None:
-        return Reason.UNKNOWN_AGE
     if artifact.created > known.now - known.age:
         return Reason.YOUNG
     # `created` has no fraction of a second.
@@ -184,14 +176,14 @@ def _read(known: Known, artifacts: Collection[ArtifactName]) -> Iterator[Artifac
     yield from known.in_use
     finished = {name.key for name in artifacts}
     for key, claim in known.claims.items():
-        is_recent = claim.begun is None or claim.begun > known.now - known.unfinished_age
+        is_recent = claim.begun > known.now - known.unfinished_age
         if claim.held or (key not in finished and is_recent):
-            yield from map(ArtifactName.parse, claim.inputs or ())
+            yield from map(ArtifactName.parse, claim.inputs)
 
 
 def _reason_of_kind(artifact: StoredArtifact) -> Reason | None:
     """Return why artifacts of this kind are kept, without what they descend from."""
-    if artifact.stage == "data":
+    if artifact.name.stage == "data":
         return Reason.DATA
     return None if artifact.has_weights else Reason.NO_WEIGHTS
 
@@ -204,19 +196,15 @@ def _descendants_first(artifacts: Mapping[ArtifactName, StoredArtifact]) -> list
     return ancestors_first[::-1]
 
 
-def _last_use(key: str, saved: float | None, known: Known) -> float | None:
-    """Return when the last attempt at a key began or saved, whichever is later; None if it is not known."""
+def _last_use(key: str, saved: float, known: Known) -> float:
+    """Return when the last attempt at a key began or saved, whichever is later; infinite if not known."""
     claim = known.claims.get(key)
-    if claim is None or claim.begun is None or saved is None:
-        return None
-    return max(claim.begun, saved)
+    return math.inf if claim is None else max(claim.begun, saved)
 
 
-def _unfinished(key: str, since: float | None, known: Known) -> Reason | None:
+def _unfinished(key: str, since: float, known: Known) -> Reason | None:
     """Return why the checkpoints or files of an unfinished stage are kept."""
     claim = known.claims.get(key)
     if claim is not None and claim.held:
         return Reason.HELD
-    if since is None:
-        return Reason.UNKNOWN_AGE
     return Reason.YOUNG if since > known.now - known.unfinished_age else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.redact import scrubbed
+from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
-from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED, endless_models
-from rlhf_core.evaluation.policy_results import evaluation_of
+from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED, endless_models, results_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered_policies import RegisteredPolicy, RegisteredVersion
+
+log = logging.getLogger(__name__)
 
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\n(.*?)^---[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -24,8 +27,6 @@ _LICENSE = re.compile(r"^license:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
 _LICENSES = re.compile(r"^license:[ \t]*\n((?:[ \t]*-[ \t]*[\w.-]+[ \t]*\n)+)", re.MULTILINE)
 _HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
 """Digest of a data set of the hub, with its split."""
-_WEIGHTS, _ARTIFACTS = "Weights: sha256 `", "| stage | key | digest |"
-"""Parts of every card. The block at its beginning can be edited on the hub."""
 _UNKNOWN = "unknown"
 _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
 """Rules whose reason consists of numbers. Others can contain messages of errors, and paths in them."""
@@ -36,8 +37,13 @@ def model_card(policy: RegisteredPolicy) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     evaluation = _json(policy, "evaluate", "evaluation.json")
-    if evaluation:
-        evaluation = evaluation_of(evaluation, policy.trained_by)
+    if evaluation and "policies" not in evaluation:
+        log.warning(
+            "%s version %s was evaluated by an earlier release, so its card has no results of that",
+            policy.name, policy.version.version,
+        )  # fmt: skip
+        evaluation = {}
+    own = results_of(evaluation, policy.trained_by) if evaluation else {}
     base, first_base = _base(policy)[0], _base(_first(policy))
     licence, sources, tags = _base_licence(policy), _data_sources(policy), policy.version.tags
     is_identifier = re.fullmatch(r"[\w.-]+", licence) and licence != _UNKNOWN
@@ -57,8 +63,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         trained_by=policy.trained_by,
         base=base,
         first_base=first_base[0],
-        weights_line=f"{_WEIGHTS}{policy.weights}`.",
-        artifacts_header=_ARTIFACTS,
+        weights=policy.weights,
         artifacts=[
             (stage, tags[f"rlhf.{stage}.key"], tags[f"rlhf.{stage}.digest"][:16])
             for stage in STAGES
@@ -68,9 +73,10 @@ def model_card(policy: RegisteredPolicy) -> str:
         sources=sources,
         evaluation=evaluation,
         judge=_judge(evaluation),
-        prompts=_prompts(evaluation),
+        own=own,
+        prompts=_prompts(evaluation, own),
         confidence=f"{evaluation.get('confidence', 0.95):.0%}",
-        results=list(_results(evaluation)),
+        results=list(_results(evaluation, own, policy.trained_by)),
         promotion=tags["rlhf.gate_reason"] if tags.get("rlhf.gate") in _OF_NUMBERS else "",
         base_licence=licence,
         # Each data set once, although several fields can use it.
@@ -80,11 +86,6 @@ def model_card(policy: RegisteredPolicy) -> str:
     return scrubbed(str(card)) + "\n"
 
 
-def is_model_card(text: str) -> bool:
-    """Return whether `model_card` has written a card, which may have been edited since."""
-    return _WEIGHTS in text and _ARTIFACTS in text
-
-
 def _judge(evaluation: Mapping[str, Any]) -> str:
     judge = str(evaluation.get("judge")).replace("_", " ")
     if "language_model" in evaluation:
@@ -92,31 +93,33 @@ def _judge(evaluation: Mapping[str, Any]) -> str:
     return judge
 
 
-def _prompts(evaluation: Mapping[str, Any]) -> str:
-    pairs = sum(evaluation.get("verdicts", {}).values())
+def _prompts(evaluation: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    pairs = sum(own.get("verdicts", {}).values())
     return units(pairs, evaluation.get("prompts", 0), "held-out prompts")
 
 
-def _results(evaluation: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield measure, value and interval of each result on held-out prompts."""
+def _results(
+    evaluation: Mapping[str, Any], own: Mapping[str, Any], trained_by: PolicyStage
+) -> Iterator[tuple[str, str, str]]:
+    """Yield measure, value and interval of each result on held-out prompts. `own` are those of the policy."""
     if not evaluation:
         return
-    rates = {"win rate over the SFT model": evaluation["win_rate"]}
-    if controlled := evaluation.get("win_rate_length_controlled"):
+    rates = {"win rate over the SFT model": own["win_rate"]}
+    if controlled := own.get("win_rate_length_controlled"):
         remark = f" ({NOT_IDENTIFIED})" if "identified" in controlled else ""
         rates[f"the same, length-controlled{remark}"] = controlled
     if chosen := evaluation.get("over_chosen"):
-        rates["win rate over the data's answers"] = chosen["win_rate"]["policy"]
+        rates["win rate over the data's answers"] = chosen["win_rate"][trained_by]
     for name, each in rates.items():
         yield name, f"{each['mean']:.3f}", _interval(each)
     for name in MEASURES:
-        values = (evaluation.get(name) or {}).get("policy")
+        values = (evaluation.get(name) or {}).get(trained_by)
         if values:
             yield name.replace("_", " "), f"{values['mean']:.4g}", _interval(values)
-    for name, found in regression_differences(evaluation.get("regression", {})).items():
+    for name, found in regression_differences(evaluation.get("regression", {}), trained_by).items():
         state = "failed" if failed_sets({name: found}) else "passed"
         yield f"regression set {name}, change ({state})", f"{found['mean']:+.4g}", _interval(found)
-    if kl := evaluation.get("kl_interval"):
+    if kl := own.get("kl"):
         yield "KL to the SFT model", f"{kl['mean']:.4g}", _interval(kl)
 
 

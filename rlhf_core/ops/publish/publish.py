@@ -11,17 +11,13 @@ import shutil
 import tempfile
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rlhf_core.errors import InputError
-from rlhf_core.ops.publish.card import is_model_card, model_card
+from rlhf_core.ops.publish.card import model_card
 from rlhf_core.run.registered_policies import RegisteredPolicy
-from rlhf_core.storage.bundles import hash_file, is_weights, weights_sha256
 from rlhf_core.system.files import TEMPORARY, write_atomic
 from rlhf_core.system.held_folders import delete_abandoned, held
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 _CARD = "README.md"
 _UNFINISHED = f"{TEMPORARY}publish-"
@@ -31,12 +27,10 @@ _UNFINISHED = f"{TEMPORARY}publish-"
 def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     """Write the model and `README.md` to `folder`, which appears when complete.
 
-    An adapter is part of the model's weights. It is not copied, because its base model is not published. If
-    the folder has an earlier copy of the same policy, only its card is written again. What a killed process
-    has left next to the folder is deleted.
+    An adapter is part of the model's weights. It is not copied, because its base model is not published. What
+    a killed process has left next to the folder is deleted.
 
-    Raises InputError if the folder exists and has other files than an earlier copy of the same policy, is a
-    file or a link, or cannot be written.
+    Raises InputError if the folder has files, is a file or a link itself, or cannot be written.
     """
     if folder.is_symlink():
         raise InputError(f"{folder} is a link; name a folder")
@@ -44,17 +38,8 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
         raise InputError(f"{folder} is a file; name a folder")
     try:
         if folder.exists() and any(folder.iterdir()):
-            different = _different_files(policy, folder)
-            if different:
-                names = ", ".join(different[:5])
-                raise InputError(
-                    f"{folder} exists, and {len(different)} of its files differ from those of this policy:"
-                    f" {names}; name another folder, or delete this one"
-                )
-            write_atomic(folder / _CARD, model_card(policy))
-            return folder
+            raise InputError(f"{folder} has files already; name another folder, or delete this one")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        delete_abandoned(folder.parent, f"{_UNFINISHED}*")
         temporary = folder.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
         with held(temporary):
             _write(policy, folder, temporary)
@@ -67,30 +52,6 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
     finally:
         delete_abandoned(folder.parent, f"{_UNFINISHED}*")
     return folder
-
-
-def _different_files(policy: RegisteredPolicy, folder: Path) -> list[str]:
-    """Return the files of a folder that the policy lacks, that it lacks itself, or with other content, and
-    its links.
-
-    The card, which is written again, and hidden files are not compared.
-    """
-    source = policy.folder / "policy"
-    names, found = _compared_names(source), _compared_names(folder)
-    different = (names ^ found) | {name for name in found if (folder / name).is_symlink()}
-    if different:
-        return sorted(different)
-    # The digest of the registered weights is known, so those of the folder alone are read.
-    if weights_sha256(folder) != policy.weights:
-        return sorted(filter(is_weights, names))
-    small = sorted(name for name in names if not is_weights(name))
-    return [name for name in small if hash_file(source / name) != hash_file(folder / name)]
-
-
-def _compared_names(folder: Path) -> set[str]:
-    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    names = (path.relative_to(folder) for path in paths)
-    return {str(name) for name in names if str(name) != _CARD and not str(name).startswith(".")}
 
 
 def _write(policy: RegisteredPolicy, folder: Path, temporary: Path) -> None:
@@ -123,11 +84,11 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
     Args:
         policy: The policy.
         repository: `owner/name`.
-        replace: Whether a repository with other files is used whose card `publish` has not written.
+        replace: Whether the files of a repository that has some are deleted.
 
     Raises:
         InputError: The name is not one of a repository, or the hub refuses or cannot be reached, or the
-            repository has files of others.
+            repository has files.
     """
     import httpx2
     from huggingface_hub import HfApi
@@ -147,8 +108,12 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
             except RepositoryNotFoundError:
                 api.create_repo(repository, private=True)
             else:
-                if not replace:
-                    _require_own(api, repository, Path(temporary, "card"))
+                files = [name for name in api.list_repo_files(repository) if name != ".gitattributes"]
+                if files and not replace:
+                    raise InputError(
+                        f"{repository} exists with {len(files)} files, and an upload deletes all of them;"
+                        " name another repository, or use --replace"
+                    )
             commit = api.upload_folder(
                 repo_id=repository,
                 folder_path=folder,
@@ -158,19 +123,3 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
         except (httpx2.HTTPError, OSError, HFValidationError) as error:  # OSError: the offline mode
             raise InputError(f"{repository} cannot be written on the hub: {error}") from error
     return OnHub(commit.commit_url, private)
-
-
-def _require_own(api: HfApi, repository: str, folder: Path) -> None:
-    """Raise InputError if a repository has files, and a card that `publish` has not written."""
-    files = [name for name in api.list_repo_files(repository) if name != ".gitattributes"]
-    if not files:
-        return
-    if "README.md" in files:
-        card = Path(api.hf_hub_download(repository, "README.md", local_dir=folder))
-        text = card.read_text(encoding="utf-8", errors="replace")
-        if is_model_card(text):
-            return
-    raise InputError(
-        f"{repository} exists with {len(files)} files, and `rlhf publish` has not written its card: an upload"
-        " deletes all of them; name another repository, or use --replace"
-    )

@@ -1,4 +1,4 @@
-"""The HTML page of `rlhf review`, and what the votes of one file say.
+"""The HTML page of `rlhf review`, and what is computed from votes.
 
 Prompts and answers are untrusted text (see `evaluation.report`). The one script of the page is allowed by its
 digest, and the content security policy blocks all requests.
@@ -12,30 +12,15 @@ import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import PackageLoader
 from markupsafe import Markup
 
 from rlhf_core.evaluation.report import environment
-from rlhf_core.evaluation.review import BlindPair, Vote, blind_pairs, groups, page_digest
+from rlhf_core.evaluation.review import BlindPair, Vote, blind_pairs, page_digest
 from rlhf_core.evaluation.sampled_answers import SampledAnswer, read_answers
-from rlhf_core.evaluation.statistics import Interval, Verdicts, win_rate
 from rlhf_core.seeds import derive_seed
-
-
-@dataclass(frozen=True)
-class ReviewResult:
-    """What the votes of one file say."""
-
-    win_rate: Interval
-    """Win rate of the policy over its opponent; ties count half."""
-    verdicts: Verdicts
-    judge_agreement: float | None
-    """Share of votes that agree with the judge of the run; half where one of both is a tie. None if no judge
-    has scored the answers.
-    """
 
 
 def load_sampled_pairs(file: Path) -> list[BlindPair]:
@@ -88,24 +73,17 @@ def render_page(name: str, pairs: Sequence[BlindPair], options: str = "") -> str
     return document.strip() + "\n"
 
 
-def count_votes(votes: Sequence[Vote], *, confidence: float) -> ReviewResult:
-    """Return the win rate by the votes (n,), at least one."""
-    preferences = [vote.preference for vote in votes]
-    rate = win_rate(preferences, confidence=confidence, groups=groups([vote.pair for vote in votes]))
-    return ReviewResult(rate, Verdicts.of(preferences), _agreement_with_judge(votes))
-
-
-def _agreement_with_judge(votes: Sequence[Vote]) -> float | None:
-    """Return `ReviewResult.judge_agreement`."""
+def agreement_with_judge(votes: Sequence[Vote]) -> float | None:
+    """Return the share of votes that agree with the judge of the run; half where one of both is a tie. None
+    if no judge has scored the answers.
+    """
     same = []
     for vote in votes:
         winner = vote.pair.sample["winner"]
         if winner is not None:
             by_judge = {vote.pair.policy: 1.0, "tie": 0.5}.get(winner, 0.0)
             same.append(1 - abs(vote.preference - by_judge))
-    if not same:
-        return None
-    return sum(same) / len(same)
+    return math.fsum(same) / len(same) if same else None
 
 
 def agreement_of_people(by_pair: Mapping[int, Mapping[str, float]]) -> float | None:

@@ -1,16 +1,16 @@
 """`rlhf review`: answers of a run as a page for people, and what their votes say.
 
-{folder of the run}/review/  against-sft.html  votes-<digest>.json  preferences-<digest>.jsonl
+{folder of the run}/review/  against-sft.html  votes-<digest>.json  labels-<digest>.jsonl
 
-The page has samples of the evaluation or of the match, or pairs of answers of the stage `sample`. The digest
-is that of the file of votes, so that several people can vote and the same file counts once. `record_votes`
-writes the preference rows first. A file of votes without them, or with another digest than in its name, is
-not recorded.
+The page has samples of the evaluation or of the match, or pairs of answers of the stage `sample`. The files
+of votes are the only record: results and preference rows follow from all of them. The digests are those of
+the contents, so that several people can vote, and the same file counts once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import shlex
@@ -28,19 +28,19 @@ from rlhf_core.evaluation.review import (
     BlindPair,
     Opponent,
     Vote,
+    groups,
     load_blind_pairs,
     page_digest,
     read_votes,
     votes_by_pair,
-    win_rate_by_people,
 )
 from rlhf_core.evaluation.sampled_answers import ANSWERS
+from rlhf_core.evaluation.statistics import Interval, win_rate
 from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
 from rlhf_core.executors.spec import config_from_json
 from rlhf_core.ops.review.page import (
-    ReviewResult,
     agreement_of_people,
-    count_votes,
+    agreement_with_judge,
     load_sampled_pairs,
     preference_rows,
     render_page,
@@ -62,11 +62,6 @@ _SAMPLES: dict[Opponent, tuple[StageName, str]] = {
 """Stage and file of the samples."""
 _OPTIONS: dict[Opponent, str] = {"sft": "", "champion": " --against champion", "sample": " --of sample"}
 """Options of `rlhf review` that choose the page."""
-_MISSING: dict[Opponent, str] = {
-    "sft": "no samples; run the configuration again",
-    "champion": "no samples of a match: there was none; use --against sft",
-    "sample": f"no {ANSWERS}: an earlier release made it; run the configuration again",
-}
 _PAIRS = 50
 """Pairs on a page of the stage `sample`: ten minutes for a person."""
 
@@ -124,43 +119,53 @@ class Review:
         """Return the pairs of the page that saved a file of votes, if it was one of this run."""
         return self.pairs[: len(file.choices)] if self.opponent == "sample" else self.pairs
 
-    def labels(self) -> list[dict[str, str]]:
-        """Return the recorded votes as rows for `data.preference`: of each pair one row with the answer that
-        more people preferred, in the order of the page. A pair that is tied has none.
-
-        Of several votes of one person on a pair the one that was saved last counts.
-
-        Raises InputError if a recorded file cannot be read.
-        """
-        by_pair = votes_by_pair(self._recorded(), self.pairs_of)
-        means = {pair: math.fsum(votes.values()) / len(votes) for pair, votes in by_pair.items()}
-        return preference_rows([Vote(pair, means[id(pair)]) for pair in self.pairs if id(pair) in means])
-
-    def everyone(self) -> Everyone:
+    def result(self) -> Result:
         """Return what all recorded votes say. Raises InputError if a recorded file cannot be read."""
         files = list(self._recorded())
         by_pair = votes_by_pair(files, self.pairs_of)
-        people = {person for votes in by_pair.values() for person in votes}
-        shared = sum(len(votes) > 1 for votes in by_pair.values())
+        voted = []
+        for pair in self.pairs:
+            if preferences := by_pair.get(id(pair)):
+                voted.append(Vote(pair, math.fsum(preferences.values()) / len(preferences)))
         rate = None
         # Both answers of the stage `sample` are of the policy, so nobody wins.
-        if self.opponent != "sample":
-            rate = win_rate_by_people(files, self.pairs, confidence=self.config.evaluate.confidence)
-        return Everyone(
+        if voted and self.opponent != "sample":
+            rate = win_rate(
+                [vote.preference for vote in voted],
+                confidence=self.config.evaluate.confidence,
+                groups=groups([vote.pair for vote in voted]),
+            )
+        return Result(
+            voted=voted,
             files=len(files),
-            people=len(people),
+            people=len({person for votes in by_pair.values() for person in votes}),
             votes=sum(map(len, by_pair.values())),
             win_rate=rate,
+            judge_agreement=agreement_with_judge(voted),
             agreement=agreement_of_people(by_pair),
-            shared=shared,
+            shared=sum(len(votes) > 1 for votes in by_pair.values()),
             saved=max((file.saved for file in files), default=0),
         )
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return the recorded votes as rows for `data.preference`: of each pair one row with the answer that
+        more people preferred, in the order of the page. A pair that is tied has none.
+
+        Raises InputError if a recorded file cannot be read.
+        """
+        return preference_rows(_with_one_message(self, self.result().voted))
+
+    def write_rows(self, rows: list[dict[str, str]]) -> Path:
+        """Write preference rows to a file with their digest in its name, and return it."""
+        # The path is a source of the next round: the same rows must have the same one, and others another.
+        digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        file = self.folder / f"labels-{digest[:8]}.jsonl"
+        write_jsonl(file, rows)
+        return file
 
     def _recorded(self) -> Iterator[VoteFile]:
         """Yield the files of votes that `record_votes` has written for pages of these samples."""
         for path in sorted(self.folder.glob("votes-*.json")):
-            if not _rows_beside(path).is_file():
-                continue
             content = _read(path)
             if path.name != _name(content):
                 continue  # such as a copy with the name of the download
@@ -174,21 +179,20 @@ def _name(content: bytes) -> str:
     return f"votes-{hashlib.sha256(content).hexdigest()[:8]}.json"
 
 
-def _rows_beside(votes: Path) -> Path:
-    """Return the file with the preference rows of `votes-<digest>.json`."""
-    return votes.with_name(f"preferences-{votes.stem.removeprefix('votes-')}.jsonl")
-
-
 @dataclass(frozen=True)
-class Everyone:
+class Result:
     """What all recorded files of votes on one page say."""
 
+    voted: list[Vote]
+    """The pairs that have votes, each with the mean of its votes, in the order of the page."""
     files: int
     people: int
     votes: int
-    """Number of votes. If a person has several files, those of the last one count."""
-    win_rate: Mapping[str, float] | None
-    """`win_rate_by_people`; None for the stage `sample`."""
+    """Number of votes. If a person has several files, the last vote on each pair counts."""
+    win_rate: Interval | None
+    """Win rate of the policy over `voted`; ties count half. None for the stage `sample`."""
+    judge_agreement: float | None
+    """`agreement_with_judge`."""
     agreement: float | None
     """`agreement_of_people`."""
     shared: int
@@ -199,11 +203,13 @@ class Everyone:
     def metrics(self) -> dict[str, float]:
         """Return the numbers for MLflow."""
         numbers = {"people": float(self.people), "votes": float(self.votes)}
+        if self.judge_agreement is not None:
+            numbers["judge_agreement"] = self.judge_agreement
         if self.agreement is not None:
             numbers["agreement_of_people"] = self.agreement
-        for part in ("mean", "low", "high"):
-            if self.win_rate is not None:
-                numbers[f"win_rate/{part}"] = self.win_rate[part]
+        if self.win_rate is not None:
+            for part, value in self.win_rate.to_json().items():
+                numbers[f"win_rate/{part}"] = value
         return numbers
 
 
@@ -211,16 +217,12 @@ class Everyone:
 class Recorded:
     """What `record_votes` did."""
 
-    result: ReviewResult
-    votes: int
+    result: Result
+    """All recorded votes, with those of this file."""
     rows: int
-    """Number of preference rows."""
-    left_out: int
-    """Votes without a row, because their prompt is more than one message."""
+    """Number of preference rows of all recorded votes."""
     file: Path
     """The preference rows."""
-    everyone: Everyone
-    """All recorded votes, with those of this file."""
     mlflow_run_id: str | None
     """The run in MLflow that has the votes; None if the pipeline ran without MLflow."""
 
@@ -258,8 +260,8 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
         raise InputError(f"{file} has no stage {stage}; {fix}")
     artifacts, ref = _artifact(summary, stage, place, endpoint)
     samples_file = artifacts.fetch(ref) / samples_name
-    if not samples_file.is_file():
-        raise InputError(f"{ref.uri} has {_MISSING[opponent]}")
+    if not samples_file.is_file():  # the stage `register` without a match; the others always write it
+        raise InputError(f"{ref.uri} has no {samples_name}: there was no match; use --against sft")
     if opponent == "sample":
         pairs = load_sampled_pairs(samples_file)
         if not pairs:
@@ -268,18 +270,14 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
                 " sample.temperature or ppo.max_new_tokens"
             )
     else:
-        # Earlier releases registered the policy of PPO only.
         pairs = load_blind_pairs(samples_file, opponent, summary.get("policy", "ppo"))
-    stored = artifacts.config(ref)
-    # The guards of earlier releases had other fields. No review reads them.
-    ppo = {name: value for name, value in stored["ppo"].items() if name != "guards"}
-    config = config_from_json({**stored, "ppo": ppo})
+    config = config_from_json(artifacts.config(ref))
     name = str(summary.get("run", file.parent.name))
     return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
 
 
 def record_votes(review: Review, path: Path) -> Recorded:
-    """Count the votes of a file, keep them with the run, and write them as preference rows.
+    """Keep the votes of a file with the run, and write all recorded votes as preference rows.
 
     The same file again writes the same files and adds nothing to MLflow.
 
@@ -288,23 +286,18 @@ def record_votes(review: Review, path: Path) -> Recorded:
     """
     content = _read(path, "--votes: ")
     file = parse_votes(content.decode("utf-8", "replace"), f"--votes: {path}")
-    votes = read_votes(file, review.pairs_of(file))
-    if not votes:
+    if not read_votes(file, review.pairs_of(file)):
         raise InputError(f"{file.name}: the file has no vote; vote on the page and save again")
-    result = count_votes(votes, confidence=review.config.evaluate.confidence)
-    usable = _with_one_message(review, votes)
-    rows = preference_rows(usable)
     review.folder.mkdir(parents=True, exist_ok=True)
     kept = review.folder / _name(content)
-    preferences = _rows_beside(kept)
-    write_jsonl(preferences, rows)
-    write_atomic(kept, content)  # last: votes without rows are not recorded
+    # Before all that follows from it: after an interruption, the same command does the rest.
+    write_atomic(kept, content)
+    result, rows = review.result(), review.rows()
+    labels = review.write_rows(rows)
     run_id = review.summary.get("mlflow_run_id")
-    left_out = len(votes) - len(usable)
-    done = Recorded(result, len(votes), len(rows), left_out, preferences, review.everyone(), run_id)
     if run_id is not None:
-        _log(review, run_id, done, file.saved, [kept, preferences])
-    return done
+        _log(review, run_id, result, [kept, labels])
+    return Recorded(result, len(rows), labels, run_id)
 
 
 def _read(path: Path, option: str = "") -> bytes:
@@ -315,21 +308,13 @@ def _read(path: Path, option: str = "") -> bytes:
         raise InputError(f"{option}cannot read {path}: {error.strerror or error}") from error
 
 
-def _log(review: Review, run_id: str, done: Recorded, saved: int, files: list[Path]) -> None:
+def _log(review: Review, run_id: str, result: Result, files: list[Path]) -> None:
     mlflow = _tracker(review)
     prefix = "review/of_sample" if review.opponent == "sample" else f"review/against_{review.opponent}"
-    result, everyone = done.result, done.everyone
-    metrics = {f"{prefix}/votes": float(done.votes)}
-    if result.judge_agreement is not None:
-        metrics[f"{prefix}/judge_agreement"] = result.judge_agreement
-    # Both answers of the stage `sample` are of the policy, so nobody wins.
-    if review.opponent != "sample":
-        metrics |= {f"{prefix}/win_rate/{part}": value for part, value in result.win_rate.to_json().items()}
-    points = [Point(name, value, 0, saved) for name, value in metrics.items()]
     # The number of files is the step, so that the last value is that of most files for any clock of a person.
-    points += [
-        Point(f"{prefix}/all/{name}", value, everyone.files, everyone.saved)
-        for name, value in everyone.metrics().items()
+    points = [
+        Point(f"{prefix}/{name}", value, result.files, result.saved)
+        for name, value in result.metrics().items()
     ]
     with registry_errors(mlflow, f"record the votes in the run {run_id}"):
         mlflow.log_points(run_id, points)
@@ -339,9 +324,7 @@ def _log(review: Review, run_id: str, done: Recorded, saved: int, files: list[Pa
 
 def _tracker(review: Review) -> Mlflow:
     """Return the tracker of the run. A reused evaluation can be of a run that another tracker has."""
-    uri = review.config.tracking.uri  # for summaries of earlier releases
-    if "tracking_uri" in review.summary:
-        uri = review.summary["tracking_uri"] or f"sqlite:///{review.home.mlflow_database}"
+    uri = review.summary["tracking_uri"] or f"sqlite:///{review.home.mlflow_database}"
     given = os.environ.get("MLFLOW_TRACKING_URI")
     if given and uri == public_uri(given):
         uri = None  # the variable can have credentials, which the summary has not

@@ -6,26 +6,17 @@ before anything starts.
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import ssl
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
+
+import httpx
 
 from rlhf_core.config.redact import credential_problem, shown
 from rlhf_core.errors import InputError
-from rlhf_core.system.waiting import within
 from rlhf_core.tracking.check import tracker_problem
 
-_SECONDS = 5.0
-"""Time limit for each read."""
-_MAX_BYTES = 100_000
-"""Maximum size of the response to a query for one flow."""
+_SECONDS = 10.0
+"""Time limit for the connection and for each read."""
 
 
 def external_prefect_url() -> str | None:
@@ -55,76 +46,44 @@ def external_mlflow_uri() -> str | None:
     return uri
 
 
-def prefect_responds(
-    url: str,
-    credentials: Callable[[], Mapping[str, str]],
-    attempts: int = 3,
-    *,
-    seconds: float = 10.0,
-) -> bool:
+def prefect_responds(url: str, credentials: Callable[[], Mapping[str, str]]) -> bool:
     """Return whether a Prefect server responds at `url` and accepts the credentials.
 
-    False if nothing responds.
+    False if there is no response, or one of a proxy without a server behind it.
 
     Args:
         url: Address of the API.
         credentials: Returns headers of the query.
-        attempts: Number of queries, one second apart, if nothing responds.
-        seconds: Time limit for a whole query.
 
     Raises:
         InputError: The response is not from a Prefect server, or the server requires other credentials.
     """
-    headers = {"Content-Type": "application/json", **credentials()}
-    # Not `/health`, which Prefect answers without a password.
-    request = urllib.request.Request(f"{url}/flows/filter", b'{"limit": 1}', headers)
-    for attempt in range(attempts):
-        if attempt:
-            time.sleep(1.0)
-        with suppress(TimeoutError):
-            if within(seconds, lambda: _query_flows(url, request)):
-                return True
-    return False
-
-
-def _query_flows(url: str, request: urllib.request.Request) -> bool:
-    """Query one flow. Return False if there is no response, or one of a proxy without a server behind it."""
-    try:
-        with _opener.open(request, timeout=_SECONDS) as response:
-            content = response.read(_MAX_BYTES)
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            raise InputError(
-                f"PREFECT_API_URL: the server at {url} requires authentication and refuses the"
-                f" credentials (HTTP {error.code}); set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for"
-                " Prefect Cloud, or unset PREFECT_API_URL to run without it"
-            ) from None
-        if error.code < 500:
-            raise _not_prefect(url, f"HTTP {error.code}") from None
+    # Redirects are not followed, because a redirected request would contain the credentials.
+    with httpx.Client(headers=dict(credentials()), timeout=_SECONDS) as client:
+        try:
+            # Not `/health`, which Prefect answers without a password.
+            answer = client.post(f"{url}/flows/filter", json={"limit": 1})
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            # Something responds. Prefect's own TLS settings, which are not used here, may accept its
+            # certificate.
+            return "[SSL" in str(error)
+    if answer.status_code in (401, 403):
+        raise InputError(
+            f"PREFECT_API_URL: the server at {url} requires authentication and refuses the credentials"
+            f" (HTTP {answer.status_code}); set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect"
+            " Cloud, or unset PREFECT_API_URL to run without it"
+        )
+    if answer.status_code >= 500:
         return False  # a proxy sends 5xx codes while the server behind it is down
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        # Something responds. Prefect's own TLS settings, which are not used here, may accept its certificate.
-        return isinstance(getattr(error, "reason", None), ssl.SSLError)
-    if not _is_json_list(content):
-        raise _not_prefect(url, shown(content[:40].decode(errors="replace")))
-    return True
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuse redirects, because a redirected request would contain the credentials."""
-
-    def redirect_request(self, *_arguments: Any, **_options: Any) -> None:
-        return None
-
-
-_opener = urllib.request.build_opener(_NoRedirects)
-
-
-def _is_json_list(content: bytes) -> bool:
+    if answer.status_code != 200:
+        raise _not_prefect(url, f"HTTP {answer.status_code}")
     try:
-        return isinstance(json.loads(content), list)
+        flows = answer.json()
     except (ValueError, RecursionError):
-        return False
+        flows = None
+    if not isinstance(flows, list):
+        raise _not_prefect(url, shown(answer.text[:40]))
+    return True
 
 
 def _not_prefect(url: str, response: str) -> InputError:

@@ -8,9 +8,8 @@ names this flow run?
     PENDING for over 30 s, no process             -> the same (the run would block its deployment forever)
     CRASHED (the worker reported its end)         -> scheduled again
     CANCELLING for over 30 s, no process          -> CANCELLED
-    CANCELLING, with a process for over 90 s      -> SIGTERM to the process, and SIGKILL 65 s after it
-    lost `MAX_CONSECUTIVE_LOSSES` times in a row,
-    or `MAX_LOSSES` times in total                -> FAILED, with the reason
+    CANCELLING, with a process for over 90 s      -> SIGTERM to the process
+    lost `MAX_LOSSES` times in a row              -> FAILED, with the reason
     Late, and a later run of its schedule is Late -> CANCELLED: while a pipeline runs, the schedule of a
                                                      deployment would queue hundreds of runs
 
@@ -18,11 +17,8 @@ Prefect's worker stops the process of a cancelled run itself, but it can miss th
 server was restarted before. Prefect then shows the run as CANCELLED after five minutes, while its process
 runs to its end.
 
-A run that has continued for ten minutes resets the count of consecutive losses, because a run of several days
-may be lost often. The counts are read from the server's history of the run, so they survive a restart of this
-process. The end of a period of running is only known up to the poll that missed the process. If the whole
-machine is suspended after each start, such a period seems long although the run makes no progress; the bound
-on the total number covers this case.
+A run that has continued for ten minutes resets the count of losses, because a run of several days may be lost
+often. The count is read from the server's history of the run, so it survives a restart of this process.
 
 Only runs with the tag `auto-recover` are changed, and only runs of the worker on this machine: Prefect labels
 a run with the name of its worker before it starts the run's process. The processes of other workers may be on
@@ -33,11 +29,11 @@ from __future__ import annotations
 
 import http.client
 import logging
+import math
 import signal
 import time
 import urllib.error
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -51,10 +47,9 @@ WORKER_LABEL = "prefect.worker.name"
 """Set by Prefect's worker on each run that it starts."""
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Set by Prefect for the process that runs a flow. `executors.environment` removes it for the stages."""
-MAX_CONSECUTIVE_LOSSES = 5
-MAX_LOSSES = 50
+MAX_LOSSES = 5
 STABLE_SECONDS = 600.0
-"""A run that continued for this time resets the count of consecutive losses."""
+"""A run that continued for this time resets the count of losses."""
 MISSING_POLLS = 2
 """A process must be missing in this many consecutive polls: the run may end between the response of the API
 and the search for its process.
@@ -80,23 +75,8 @@ _REQUEST_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError, Va
 Action = Literal["leave", "reschedule", "cancel", "give up"]
 
 
-@dataclass(frozen=True)
-class Observation:
-    """The state of one flow run at one poll."""
-
-    state: str
-    """Prefect's state type, such as RUNNING."""
-    age: float
-    """Seconds in this state."""
-    missing: int
-    """Consecutive polls in which the run had no process. 0 if it has one."""
-    consecutive_losses: int = 0
-    """See `count_losses`."""
-    losses: int = 0
-
-
-def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> tuple[int, int]:
-    """Return how often a run that is lost at `now` was lost consecutively and in total, this time included.
+def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> int:
+    """Return how often a run that is lost at `now` was lost in a row, this time included.
 
     Args:
         history: Start time and state type of all states of the run.
@@ -104,38 +84,36 @@ def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> tupl
     """
     states = sorted(history)
     ends = [*(since for since, _ in states[1:]), now]
-    consecutive = total = 0
+    losses = 0
     for (since, state), end in zip(states, ends, strict=True):
-        if state == "RUNNING" and (end - since).total_seconds() >= STABLE_SECONDS:
-            consecutive = 0
-        elif state == "FAILED":  # given up, then started again by the user
-            consecutive = total = 0
+        if (state == "RUNNING" and (end - since).total_seconds() >= STABLE_SECONDS) or state == "FAILED":
+            losses = 0
         elif state == "CRASHED":
-            consecutive += 1
-            total += 1
+            losses += 1
     if states and states[-1][1] != "CRASHED":  # this loss is not in the history yet
-        consecutive += 1
-        total += 1
-    return consecutive, total
+        losses += 1
+    return losses
 
 
-def decide(seen: Observation) -> Action:
-    """Return what to do with a flow run."""
-    if seen.missing < MISSING_POLLS:
-        return "leave"
+def decide(state: str, age: float, losses: int = 0) -> Action:
+    """Return what to do with a flow run that has no process.
+
+    Args:
+        state: Prefect's state type, such as RUNNING.
+        age: Seconds in this state.
+        losses: See `count_losses`.
+    """
     # A state that begins in the future is from before the clock was set back: its age is unknown.
-    is_new = -START_SECONDS <= seen.age <= START_SECONDS
-    if seen.state == "CANCELLING":
+    is_new = -START_SECONDS <= age <= START_SECONDS
+    if state == "CANCELLING":
         return "leave" if is_new else "cancel"
-    if seen.state == "PENDING" and is_new:
+    if state == "PENDING" and is_new:
         return "leave"
-    if seen.state == "CRASHED" and seen.age > MAX_CRASH_AGE:
+    if state == "CRASHED" and age > MAX_CRASH_AGE:
         return "leave"
-    if seen.state not in ("RUNNING", "PENDING", "CRASHED"):
+    if state not in ("RUNNING", "PENDING", "CRASHED"):
         return "leave"
-    if seen.consecutive_losses >= MAX_CONSECUTIVE_LOSSES or seen.losses >= MAX_LOSSES:
-        return "give up"
-    return "reschedule"
+    return "give up" if losses >= MAX_LOSSES else "reschedule"
 
 
 class Reconciler:
@@ -168,9 +146,9 @@ class Reconciler:
         """Flow run id -> consecutive polls without a process. Negative after a refusal."""
         self._clock = clock
         self._cancelled: dict[ProcessId, float] = {}
-        """Process of a cancelled run -> time of the first poll that found it."""
-        self._stopped: dict[ProcessId, float] = {}
-        """Process of a cancelled run -> time of its SIGTERM. A second one would kill the stage."""
+        """Process of a cancelled run -> time of the first poll that found it; infinity after its SIGTERM,
+        because a second one would kill the stage.
+        """
 
     def poll(self) -> None:
         """Compare the server's runs with the processes of this machine, and act.
@@ -194,7 +172,6 @@ class Reconciler:
                     self._missing[run["id"]] = -_POLLS_AFTER_REFUSAL
         found = {process for of_run in processes.values() for process in of_run}
         self._cancelled = {process: at for process, at in self._cancelled.items() if process in found}
-        self._stopped = {process: at for process, at in self._stopped.items() if process in found}
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
     def _reconcile(self, run: Mapping[str, Any], processes: Sequence[ProcessId]) -> None:
@@ -206,49 +183,36 @@ class Reconciler:
         if self._missing[run_id] < MISSING_POLLS:
             return
         now, since = datetime.now(UTC), datetime.fromisoformat(run["state"]["timestamp"])
-        seen = Observation(run["state"]["type"], (now - since).total_seconds(), self._missing[run_id])
-        action = decide(seen)
+        state, age, losses = run["state"]["type"], (now - since).total_seconds(), 0
+        action = decide(state, age)
         if action == "leave":
             return
         if action == "reschedule":
             # The history is a separate request, so it is only read for lost runs.
-            consecutive, total = count_losses(self._history(run_id), now)
-            seen = replace(seen, consecutive_losses=consecutive, losses=total)
-            action = decide(seen)
-        log.warning("flow run %s (%s) is %s without a process: %s", run["name"], run_id, seen.state, action)
+            losses = count_losses(self._history(run_id), now)
+            action = decide(state, age, losses)
+        log.warning("flow run %s (%s) is %s without a process: %s", run["name"], run_id, state, action)
         if action == "cancel":
             self._set_state(run_id, "CANCELLED", "Cancelled", "its process is gone")
         elif action == "give up":
-            message = (
-                f"its process was lost {seen.losses} times, {seen.consecutive_losses} in a row; the logs of"
-                " the last one say more"
-            )
+            message = f"its process was lost {losses} times in a row; the logs of the last one say more"
             self._set_state(run_id, "FAILED", "Failed", message)
         else:
             # `count_losses` finds this loss in the history later.
-            if seen.state != "CRASHED":
+            if state != "CRASHED":
                 self._set_state(run_id, "CRASHED", "Crashed", "its process is gone")
             message = "its process was lost; continuing from the last checkpoint"
             self._set_state(run_id, "SCHEDULED", "AwaitingRetry", message)
         self._missing[run_id] = 0
 
     def _stop(self, run: Mapping[str, Any], processes: Sequence[ProcessId]) -> None:
-        """Send SIGTERM to processes of a cancelled run after `CANCEL_SECONDS`, and SIGKILL after
-        `FLOW_STOP_SECONDS` more.
-        """
+        """Send SIGTERM, once, to processes of a cancelled run that are still there after `CANCEL_SECONDS`."""
         now = self._clock()
         for process in processes:
-            found = self._cancelled.setdefault(process, now)
-            if process not in self._stopped:
-                if now - found > CANCEL_SECONDS:
-                    log.warning(
-                        "flow run %s (%s) is cancelled and still runs: SIGTERM", run["name"], run["id"]
-                    )
-                    self._stopped[process] = now
-                    process.send(signal.SIGTERM)
-            elif now - self._stopped[process] > FLOW_STOP_SECONDS:
-                log.warning("flow run %s (%s) has not stopped: SIGKILL", run["name"], run["id"])
-                process.send(signal.SIGKILL)
+            if now - self._cancelled.setdefault(process, now) > CANCEL_SECONDS:
+                log.warning("flow run %s (%s) is cancelled and still runs: SIGTERM", run["name"], run["id"])
+                self._cancelled[process] = math.inf
+                process.send(signal.SIGTERM)
 
     def _is_own(self, run: Mapping[str, Any]) -> bool:
         """Return whether the worker of this machine has taken the run."""

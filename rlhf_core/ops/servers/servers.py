@@ -6,16 +6,13 @@ home. No other process receives a signal.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,7 +27,7 @@ from rlhf_core.run.state import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
-from rlhf_core.system.local_http import post, responds
+from rlhf_core.system.local_http import responds
 from rlhf_core.system.processes import ProcessId, processes_with_env, stop, wait_gone
 from rlhf_core.tracking.database import ui_command
 
@@ -39,8 +36,6 @@ HOME_VARIABLE = "RLHF_SERVERS"
 """The home folder, in the environment of every process that `up` starts, flow runs and stages included."""
 READY_SECONDS = 120.0
 """Maximum duration of the start of one server."""
-
-_MAX_FLOW_RUNS = 5
 
 
 class ServerState(BaseModel):
@@ -94,34 +89,11 @@ def up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
         home: Folder for logs and databases.
         credentials: Returns the headers of a request to the server of PREFECT_API_URL.
 
-    Raises InputError if they are running already, another `rlhf up` is starting them, or the project's files
-    are missing, and StageFailed if they do not start.
+    Raises InputError if they are running already, or the project's files are missing, and StageFailed if they
+    do not start.
     """
     if not DEPLOYMENTS.is_file():
         raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
-    with _only_start(home):
-        return _up(home, credentials)
-
-
-@contextmanager
-def _only_start(home: Home) -> Iterator[None]:
-    """Have one process start the servers of `home` in this context. Raises InputError in another one.
-
-    A supervisor that has just been started has written no state, and a second `up` would stop it.
-    """
-    home.servers.mkdir(parents=True, exist_ok=True)
-    with home.servers_lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"another `rlhf up` is starting the servers of {home.path}; wait for it, and see `rlhf"
-                " status`"
-            ) from None
-        yield
-
-
-def _up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
     running = supervisor_of(home)
     if running is not None:
         raise InputError(
@@ -175,17 +147,11 @@ def _describe_start(home: Home, state: ServersState) -> str:
     lines = [f"Prefect  {state.prefect.removesuffix('/api')}"]
     if "prefect" in state.servers:
         lines.append(f"         its UI asks for a password once: the line in {home.servers_login}")
-        if not state.prefect.endswith(":4200/api"):
-            lines.append(
-                "         (port 4200 was in use at this or an earlier start; this home keeps its port)"
-            )
     else:
         lines.append("         (the server of PREFECT_API_URL; lost runs are not restarted automatically)")
     lines.append(f"MLflow   {state.mlflow}")
     if "mlflow" not in state.servers:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
-    elif not state.mlflow.endswith(":5000"):
-        lines.append("         (port 5000 was in use at this or an earlier start; this home keeps its port)")
     lines.append(f"logs     {home.servers}")
     # The project's prefect.toml refers to the profiles of the default home.
     if "prefect" in state.servers and home != Home.of(".rlhf"):
@@ -255,7 +221,6 @@ def _describe_servers(home: Home) -> list[str]:
     lines.append(f"  {'worker':<8} {answer:<10} {_restarts(state, 'worker')}")
     if "prefect" in state.servers:
         lines.append(f"  password of Prefect's UI: the line in {home.servers_login}")
-        lines += _describe_flow_runs(home, state.prefect)
     return lines
 
 
@@ -264,21 +229,6 @@ def _restarts(state: ServersState, name: str) -> str:
     if server is None or not server.restarts:
         return ""
     return f"  restarted {server.restarts} times, the last time after: {server.last_end or 'unknown'}"
-
-
-def _describe_flow_runs(home: Home, api: str) -> list[str]:
-    # Without the future runs of schedules.
-    due = {"expected_start_time": {"before_": datetime.now(UTC).isoformat()}}
-    body = {"flow_runs": due, "sort": "EXPECTED_START_TIME_DESC", "limit": _MAX_FLOW_RUNS}
-    lines = ["flow runs, newest first:"]
-    try:
-        for run in post(f"{api}/flow_runs/filter", body, auth=read_auth_string(home)):
-            lines.append(
-                f"  {run['state_name']:<14} {run['name']:<32} {run['id']}  started {run['run_count']} time(s)"
-            )
-    except (OSError, ValueError, TypeError, KeyError):  # no response, or not a Prefect server
-        return ["flow runs: Prefect does not answer"]
-    return lines if len(lines) > 1 else [*lines, "  none yet"]
 
 
 def supervisor_of(home: Home) -> ProcessId | None:

@@ -7,9 +7,8 @@ runs.
                  +-- reconciler        runs every 2 s (rlhf_core/ops/servers/reconcile.py)
 
 The servers end when the supervisor ends (parent-death signal). The supervisor restarts a server that has
-ended or that has not responded for 90 seconds. It writes the current state to {home}/servers/state.json and
-rotates the logs by size. On SIGTERM it stops the flow runs first, so that they can still report their end to
-Prefect.
+ended, writes the current state to {home}/servers/state.json, and rotates the logs by size. On SIGTERM it
+stops the flow runs first, so that they can still report their end to Prefect.
 
 If PREFECT_API_URL or MLFLOW_TRACKING_URI is set, the supervisor uses that server and does not start its own.
 With an external Prefect server the reconciler is disabled: it only finds the processes of this machine, and
@@ -22,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,7 +29,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 
 from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
@@ -51,12 +50,12 @@ from rlhf_core.ops.servers.servers import (
     ServerState,
     flow_processes,
 )
-from rlhf_core.ops.servers.supervised import HEALTH_CHECK_SECONDS, SupervisedProcess
+from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import read_json, write_atomic, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
-from rlhf_core.system.local_http import patch, post, responds
+from rlhf_core.system.local_http import patch, responds
 from rlhf_core.system.processes import ProcessId, free_port, stop
 
 log = logging.getLogger(__name__)
@@ -67,10 +66,6 @@ QUEUE = "default"
 so that they do not wait for the end of a pipeline.
 """
 POLL_SECONDS = 2.0
-_DEPLOY = "flows.deploy"
-"""Program that creates the deployments. Its messages begin with its name."""
-_HEARTBEAT_SECONDS = 30.0
-"""The interval in which Prefect's worker sends a heartbeat."""
 _PREFECT_DEFAULTS = {
     # In memory, as by default, a restart of the server would lose the leases of running flows. Prefect ends a
     # flow that cannot renew its lease.
@@ -82,10 +77,6 @@ _PREFECT_DEFAULTS = {
 """Settings of Prefect's server that the environment can change."""
 _MAX_START_RESTARTS = 3
 """A server that ends more often during the start cannot run here."""
-
-
-class PortTaken(Exception):
-    """Another process listens on a port that was free when it was chosen."""
 
 
 class Supervisor:
@@ -143,7 +134,6 @@ class Supervisor:
             server_command(port, "warning"),
             environment,
             self._home.servers / "prefect.log",
-            lambda: responds(f"{self.api}/health", HEALTH_CHECK_SECONDS),
             port,
         )
 
@@ -167,7 +157,6 @@ class Supervisor:
             command,
             environment,
             self._home.servers / "mlflow.log",
-            lambda: responds(f"{self.mlflow_url}/health", HEALTH_CHECK_SECONDS),
             port,
         )
 
@@ -178,22 +167,15 @@ class Supervisor:
         ]  # fmt: skip
         if self._external_prefect:
             command += ["--limit", "1"]
-        return SupervisedProcess(
-            "worker",
-            command,
-            self.environment,
-            self._home.servers / "worker.log",
-            self._worker_is_healthy,
-            owns_group=False,
-        )
+        log_file = self._home.servers / "worker.log"
+        return SupervisedProcess("worker", command, self.environment, log_file, owns_group=False)
 
     def run(self) -> None:
         """Run until SIGTERM. Raises StageFailed if the servers do not start."""
         self._write_state("starting")
         problem = ""
         try:
-            while not self._start_or_release_ports():
-                self._create_servers()
+            self._start()
             self._write_state("ready")
             ports = {name: server.port for name, server in self.servers.items() if server.port}
             write_json(self._home.servers_ports, ports)
@@ -219,7 +201,6 @@ class Supervisor:
 
     def _poll(self, reconciler: Reconciler | None) -> None:
         for server in self.servers.values():
-            server.kill_if_silent()
             server.ensure_running()
         if reconciler is not None:
             reconciler.poll()
@@ -227,38 +208,31 @@ class Supervisor:
             rotate_logs(folder)
         self._write_state("ready")
 
-    def _start_or_release_ports(self) -> bool:
-        """Start everything. If another process has taken a port, stop everything and return False.
-
-        The addresses have not been announced at that time, so other ports can be used.
-        """
-        try:
-            self._start()
-        except PortTaken as error:
-            log.warning("%s: starting again on another port", error)
-            self._stop()
-            return False
-        return True
-
     def _start(self) -> None:
         if "prefect" in self.servers:
             self.servers["prefect"].ensure_running()
         if "mlflow" in self.servers:
-            self._create_mlflow_database()
+            # MLflow's server would create its database in place. If it were killed at that time, the database
+            # would be unusable. This program creates it in a temporary file and renames it.
+            create = [*python_module("rlhf_core.tracking.database"), str(self._home.mlflow_database)]
+            self._call(create, "mlflow.log", {**os.environ, **NO_TELEMETRY, **SAFE_PATH})
             self.servers["mlflow"].ensure_running()
         if self._external_prefect:
-            # The worker would create it too, but a deployment cannot be created before. It may exist.
-            self._prefect_command("work-pool", "create", POOL, "--type", "process")
+            # The worker would create it too, but a deployment cannot be created before.
+            create = [*python_module("flows.isolated"), "--no-prompt", "work-pool", "create", POOL]
+            with suppress(StageFailed):  # it may exist
+                self._call([*create, "--type", "process"], "deploy.log", self.environment)
             self.servers["worker"].ensure_running()
         else:
-            self._await("Prefect's server", "prefect", self.servers["prefect"].serves)
+            self._await("Prefect's server", "prefect", lambda: self._serves("prefect", self.api))
             self.servers["worker"].ensure_running()
-            # A deployment cannot be created before its work pool exists. The worker creates the pool.
-            self._await("the work pool", "worker", self._pool_exists)
+            # The worker creates the pool with its queue. A deployment cannot be created before.
             self._await(f"the queue {QUEUE}", "worker", self._limit_queue)
-        self._deploy()
+        if not self.stopping:
+            deploy = [*python_module("flows.deploy"), str(DEPLOYMENTS)]
+            self._call(deploy, "deploy.log", self.environment)
         if "mlflow" in self.servers:
-            self._await("MLflow's server", "mlflow", self.servers["mlflow"].serves)
+            self._await("MLflow's server", "mlflow", lambda: self._serves("mlflow", self.mlflow_url))
         if not self._external_prefect:
             write_atomic(
                 self._home.prefect_profiles,
@@ -271,57 +245,28 @@ class Supervisor:
         server = self.servers[name]
         deadline = time.monotonic() + READY_SECONDS
         while not self.stopping and not is_ready():
-            if server.lost_its_port():
-                raise PortTaken(f"port {server.port} of {what} was taken by another process")
             if time.monotonic() > deadline or server.restarts > _MAX_START_RESTARTS:
                 raise StageFailed(f"{what} did not come up; see {server.log_file}")
             server.ensure_running()
             self._pause(0.3)
 
-    def _create_mlflow_database(self) -> None:
-        """Create MLflow's database in a temporary file and rename it.
+    def _serves(self, name: str, url: str) -> bool:
+        # Another program may have taken the port in the meantime, and answer there.
+        return self.servers[name].has_its_port() and responds(f"{url}/health")
 
-        MLflow's server would create it in place. If the server were killed at that time, the database would
-        be unusable.
-        """
-        environment = {**os.environ, **NO_TELEMETRY, **SAFE_PATH}
-        command = [*python_module("rlhf_core.tracking.database"), str(self._home.mlflow_database)]
-        if self._call(command, environment, "mlflow.log") != 0:
-            raise StageFailed(
-                f"MLflow's database {self._home.mlflow_database} could not be created; see"
-                f" {self._home.servers / 'mlflow.log'}"
-            )
-
-    def _deploy(self) -> None:
-        if self.stopping:
-            return
-        command = [*python_module(_DEPLOY), str(DEPLOYMENTS)]
-        log_file = self._home.servers / "deploy.log"
-        before = log_file.stat().st_size if log_file.exists() else 0
-        code = self._call(command, self.environment, log_file.name)
-        for line in log_file.read_bytes()[before:].decode(errors="replace").splitlines():
-            if line.startswith(f"{_DEPLOY}: "):
-                log.warning("%s", line)
-        if code != 0:
-            raise StageFailed(f"{_DEPLOY} failed with exit code {code}; see {log_file}")
-
-    def _prefect_command(self, *arguments: str) -> None:
-        """Run a `prefect` command without the settings files of the project's folder."""
-        command = [*python_module("flows.isolated"), "--no-prompt", *arguments]
-        self._call(command, self.environment, "deploy.log")
-
-    def _call(self, command: Sequence[str], environment: Mapping[str, str], log_name: str) -> int:
-        """Run a command and return its exit code. Raises StageFailed after READY_SECONDS."""
+    def _call(self, command: Sequence[str], log_name: str, environment: Mapping[str, str]) -> None:
+        """Run a command. Raises StageFailed if it fails, or takes more than READY_SECONDS."""
         log_file = self._home.servers / log_name
         process = launch(command, environment, log_file=log_file, parent_death_signal=signal.SIGKILL)
+        name = shlex.join(command)
         try:
-            return process.wait(timeout=READY_SECONDS)
+            code = process.wait(timeout=READY_SECONDS)
         except subprocess.TimeoutExpired:
             # Otherwise it could still change a server while the servers are stopped.
             process.kill()
-            raise StageFailed(
-                f"{command[-1]} did not end within {READY_SECONDS:.0f} s; see {log_file}"
-            ) from None
+            raise StageFailed(f"{name} did not end within {READY_SECONDS:.0f} s; see {log_file}") from None
+        if code != 0:
+            raise StageFailed(f"{name} failed with exit code {code}; see {log_file}")
 
     def _pause(self, seconds: float) -> None:
         # In short steps, because the signal handler only sets `stopping`.
@@ -336,33 +281,8 @@ class Supervisor:
             process = server.id()
             stop([process] if process else [], 10.0)
 
-    def _worker_is_healthy(self) -> bool:
-        # An external server may list workers of other machines. During a flow run the worker is not replaced,
-        # because a second one would start the next run at the same time.
-        return bool(self._external_prefect) or self._has_heartbeat() or bool(flow_processes(self._home))
-
-    def _has_heartbeat(self) -> bool:
-        """Return whether a worker has sent a heartbeat recently. Also True if the server does not respond."""
-        try:
-            workers = post(f"{self.api}/work_pools/{POOL}/workers/filter", {}, auth=self._auth)
-        except (OSError, ValueError):
-            return True
-        now = datetime.now(UTC)
-        for worker in workers:
-            last = worker.get("last_heartbeat_time")
-            if last and (now - datetime.fromisoformat(last)).total_seconds() < 2 * _HEARTBEAT_SECONDS:
-                return True
-        return False
-
-    def _pool_exists(self) -> bool:
-        try:
-            pools = post(f"{self.api}/work_pools/filter", {}, auth=self._auth)
-        except (OSError, ValueError):
-            return False
-        return any(pool["name"] == POOL for pool in pools)
-
     def _limit_queue(self) -> bool:
-        """Have Prefect's server start one flow run of `QUEUE` at a time. Return whether it has answered."""
+        """Have Prefect's server start one flow run of `QUEUE` at a time. Return whether it has the queue."""
         try:
             url = f"{self.api}/work_pools/{POOL}/queues/{QUEUE}"
             patch(url, {"concurrency_limit": 1}, auth=self._auth)

@@ -1,5 +1,14 @@
-"""A vLLM engine as a Ray actor, and the client through which policy rank 0 updates the weights of all
-engines.
+"""A vLLM engine as a Ray actor, the queue from which engines take prompts, and the client through which
+policy rank 0 updates the weights of all engines.
+
+With `ppo.engine.dispatch=queue`, engines take prompts while they sample others:
+
+    driver --open--> PromptQueue <--take-- engine 0
+                                 <--take-- engine 1
+
+Every engine has all prompts of a batch, in the same order, and the queue assigns them. An engine asks for as
+many as it has room for. It gets at most an equal share of the batch at once, so that all engines sample the
+same number of prompts if each has room for its share.
 """
 
 from __future__ import annotations
@@ -10,28 +19,51 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
 
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, fetch, ready, rpc
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config.placement import PPOSettings
+from rlhf_core.engines.sync.wire import Acknowledgement
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
-from rlhf_core.ppo.fleet.prompt_queue import KeptRequests, PromptQueue
 from rlhf_core.ppo.training.batch import RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.wire import Acknowledgement
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class PromptQueue(Actor):
+    """Gives each number of a batch to one engine."""
+
+    def __init__(self, participant: ParticipantSpec) -> None:
+        """Register the process."""
+        super().__init__(participant)
+        self._left: dict[int, Sequence[int]] = {}
+        self._share: dict[int, int] = {}
+
+    @rpc()
+    def open(self, batch: int, prompts: int, engines: int) -> None:
+        """Begin a batch."""
+        self._left[batch] = range(prompts)
+        self._share[batch] = math.ceil(prompts / engines)
+
+    @rpc()
+    def take(self, batch: int, most: int) -> Sequence[int]:
+        """Return the next numbers of a batch, at most `most`; none if all are taken."""
+        left = self._left[batch]
+        count = min(most, self._share[batch])
+        self._left[batch] = left[count:]
+        return left[:count]
+
+
 class EngineActor(Actor):
-    """Engine number `index`. `load` is not part of the constructor, so that its errors keep their class."""
+    """Engine number `index`. The constructor does not start it, so that errors keep their class."""
 
     def __init__(
         self,
         participant: ParticipantSpec,
         index: int,
-        config_json: str,
+        settings: PPOSettings,
         model: str,
         device: str,
         backend: str,
@@ -41,42 +73,39 @@ class EngineActor(Actor):
         Args:
             participant: Registration with the heartbeat monitor.
             index: 0 .. engines - 1.
-            config_json: The whole configuration.
+            settings: Settings of the stage.
             model: Folder of the model in Hugging Face layout.
             device: "cpu" or "cuda".
-            backend: Backend of the weight sync: "gloo", "nccl", "ipc" or "nccl_m2n".
+            backend: Backend of the weight sync: "gloo", "nccl" or "ipc".
         """
         super().__init__(participant)
         self._index = index
-        self._config = PipelineConfig.model_validate_json(config_json)
+        self._settings = settings
         self._model = Path(model)
         self._device = device
         self._backend = backend
         self._version = -1
         """Policy version that was acknowledged last; -1 before the first sync."""
         self._adapter_config: dict[str, Any] | None = None
-        self._kept: KeptRequests | None = None
 
     @rpc("start")
-    def load(self) -> None:
-        """Start the engine."""
+    def start_engine(self) -> None:
+        """Load the model."""
         from rlhf_core.engines.vllm import Engine
 
-        config = self._config
-        lora = config.ppo.lora if config.ppo.syncs_adapter else None
+        settings, ppo = self._settings, self._settings.ppo
+        lora = ppo.lora if ppo.syncs_adapter else None
         self._engine = Engine(
             self._model,
-            config.ppo.engine,
+            ppo.engine,
             device=self._device,
-            max_model_len=config.max_sequence_tokens,
-            seed=derive_seed(config.run.seed, "ppo", "engine"),
+            max_model_len=settings.max_sequence_tokens,
+            seed=derive_seed(settings.run.seed, "ppo", "engine"),
             weight_transfer=self._backend,
             adapter_rank=None if lora is None else lora.r,
-            head_dtype=config.model.head_dtype,
-            sleep_level=config.ppo.engine.sleep_level,
+            head_dtype=settings.model.head_dtype,
+            sleep_level=ppo.engine.sleep_level,
         )
-        if config.ppo.weight_sync.keep_requests:
-            self._kept = KeptRequests(self._engine, config.ppo.engine.max_num_seqs)
         # Two tokens now, so that lazy initialization does not slow down the first rollout.
         prompt = PromptExample("warm-up", "", (0,))
         self._engine.generate([prompt], n=1, max_new_tokens=2, temperature=1.0, seeds=[0], policy_version=-1)
@@ -157,44 +186,6 @@ class EngineActor(Actor):
         """Number of the adapter that the requests use; None without one."""
         return None if self._adapter_config is None else _adapter_number(self._version)
 
-    @rpc()
-    def open_batch(
-        self, batch: int, prompts: Sequence[PromptExample], seeds: Sequence[int], oldest: int
-    ) -> None:
-        """Hold the prompts of a batch, from which `sample_kept` takes. Batches before `oldest` are over."""
-        assert self._kept is not None, "ppo.weight_sync.keep_requests"
-        self._kept.open(batch, prompts, seeds, oldest)
-
-    @rpc()
-    def sample_kept(
-        self,
-        queue: RemoteActor[PromptQueue],
-        batch: int,
-        parts: int,
-        **options: Unpack[SamplingOptions],
-    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
-        """Sample the prompts of a batch that this engine takes from a queue, until they are finished or the
-        queue is paused (`rlhf_core.ppo.fleet.prompt_queue`).
-
-        Args:
-            queue: Gives numbers of the prompts of all batches that are open.
-            batch: Number of the batch.
-            parts: Number of chunks.
-            options: See `SamplingOptions`.
-
-        Returns:
-            As `sample_from`, of the prompts of this batch that are finished and were not returned before.
-        """
-        failpoint("engine.generate")
-        assert self._kept is not None, "ppo.weight_sync.keep_requests"
-        finished = self._kept.sample(
-            batch,
-            lambda most: self._ask(queue.call(PromptQueue.give, self._index, most)),
-            **options,
-        )
-        self.counters["decode_steps"] = self._engine.steps
-        return _in_parts(list(finished), list(finished.values()), parts, options["n"])
-
     def _ask(self, call: Pending[R]) -> R:
         """Return the answer of the queue."""
         try:
@@ -204,7 +195,7 @@ class EngineActor(Actor):
             raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
 
     def _fetch(self, call: Pending[R]) -> R:
-        (result,) = fetch([call], self._config.run.timeouts.sync)
+        (result,) = fetch([call], self._settings.run.timeouts.sync)
         return result
 
     # -- sleep --
@@ -229,10 +220,8 @@ class EngineActor(Actor):
         offset = init_info.get("rank_offset")
         if self._backend == "gloo":
             init_info = {**init_info, "routes": [paths[position] for paths in init_info["routes"]]}
-        elif self._backend == "nccl_m2n":
-            init_info = {**init_info, "position": position}
         elif offset is not None:
-            workers_before = position * self._config.ppo.engine.tensor_parallel
+            workers_before = position * self._settings.ppo.engine.tensor_parallel
             init_info = {**init_info, "rank_offset": offset + workers_before}
         self._engine.llm.init_weight_transfer_engine({"init_info": init_info})
 
@@ -244,8 +233,6 @@ class EngineActor(Actor):
     @rpc("sync")
     def start_weight_update(self) -> None:
         """Prepare the model for new weights."""
-        if self._kept is not None:
-            self._engine.pause()
         self._engine.llm.start_weight_update()
 
     @rpc("sync")
@@ -261,8 +248,6 @@ class EngineActor(Actor):
         self._engine.forget_prefixes()
         if self._adapter_config is None:
             llm.finish_weight_update(weight_version)
-            if self._kept is not None:
-                self._engine.resume()
             return
         # This removes all adapters from the engine, so the version must be set after the new one is loaded.
         llm.finish_weight_update()
@@ -313,7 +298,7 @@ def _in_parts(
 
 
 class RayEngineClient:
-    """A `weight_sync.transport.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
+    """A `engines.sync.transport.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
 
     def __init__(
         self, engines: Sequence[RemoteActor[EngineActor]], hosts: Sequence[str], timeout: float

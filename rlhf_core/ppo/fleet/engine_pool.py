@@ -168,14 +168,14 @@ class EnginePool:
                 engine.starts += 1
                 engine.restarts += 1
             # Those that did not load are dead again.
-            dead = [engine for engine in dead if not engine.given_up and not self._load(engine)]
+            dead = [engine for engine in dead if not engine.given_up and not self._has_started(engine)]
 
     # -- one engine --
 
-    def _load(self, engine: _PoolMember) -> bool:
-        """Return whether a restarted engine has loaded its model."""
+    def _has_started(self, engine: _PoolMember) -> bool:
+        """Load the model of a restarted engine. Return False if it died meanwhile."""
         try:
-            self._client.wait([engine.actor.call(EngineActor.load)], f"{engine.name} to be restarted")
+            self._client.wait([engine.actor.call(EngineActor.start_engine)], f"{engine.name} to be restarted")
         except InfrastructureError as error:
             if not self._is_unhealthy(engine, after_error=True):
                 raise

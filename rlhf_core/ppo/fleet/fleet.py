@@ -1,57 +1,58 @@
 """The processes of PPO: starts them on Ray by a placement plan, calls them, replaces what can be replaced,
 ends them.
 
-A group with a model that trains is not replaced: if one of its ranks dies or stalls, the attempt fails, and
-the next one continues from the checkpoint. Processes without state of their own are replaced: a group of
-frozen models (reward, reference), whose call is then repeated, actors of rules (`RewardActors`), and engines,
-which serve again after a complete sync.
+A rank is not replaced: if one dies or stalls, the attempt fails, and the next one continues from the
+checkpoint. Engines are replaced, and serve again after a complete sync.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
-from rlhf_core.cluster.connect import connect, on_cluster
+from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.cluster.placement import RAY_CLUSTER
+from rlhf_core.cluster.ranks import new_ray_session
 from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.constants import MAX_AUTO_SENDERS
-from rlhf_core.config.placement import Group, PlacementPlan, Role
+from rlhf_core.config.placement import Group, PPOSettings, Role, plan
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
+from rlhf_core.engines.sync.sender import SyncReport
+from rlhf_core.engines.sync.transport import sender_ranks
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.ppo.fleet.engine_actor import EngineActor
+from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
 from rlhf_core.ppo.fleet.engine_pool import DeviceTurns, EnginePool
 from rlhf_core.ppo.fleet.placement import (
     Placement,
     actor_environment,
     environment_option,
     reserve_bundles,
-    start_helper,
     use_gpus,
 )
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
-from rlhf_core.ppo.fleet.routes import ObjectArguments, Sent, SentBatches, places_of, route
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.training.batch import (
     FloatArray,
     ModelScores,
+    ObjectArguments,
     Places,
     RankShare,
     RolloutBatch,
     RolloutColumns,
     RowColumns,
+    Sent,
+    SentBatches,
     in_batch_order,
+    places_of,
+    route,
 )
 from rlhf_core.system.heartbeat import Monitor, heartbeat, register, unregister
 from rlhf_core.types import Nodes
-from rlhf_core.weight_sync.sender import SyncReport
-from rlhf_core.weight_sync.sender_group import sender_ranks
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +61,6 @@ A = TypeVar("A", bound=Actor)
 R = TypeVar("R")
 T = TypeVar("T")
 
-FROZEN_RESTARTS = 3
-"""Maximum number of restarts of frozen models for one call."""
 ENGINES = "engines"
 """Name of the engines, where the other names are those of groups."""
 _USAGE_SECONDS = 1.0
@@ -154,8 +153,7 @@ class Fleet:
     """All worker groups and engines of one PPO stage. Leaving the context manager ends them.
 
     Args:
-        config: The whole configuration.
-        plan: Processes to start.
+        settings: Settings of the stage, from which the processes follow.
         device: "cpu" or "cuda".
         folders: The model that each role starts from. The engines start from the policy's.
         pad_id: Padding token.
@@ -166,8 +164,7 @@ class Fleet:
 
     def __init__(
         self,
-        config: PipelineConfig,
-        plan: PlacementPlan,
+        settings: PPOSettings,
         device: str,
         folders: dict[Role, Path],
         pad_id: int,
@@ -176,61 +173,52 @@ class Fleet:
         loss_code: bytes | None = None,
     ) -> None:
         self._loss_code = loss_code
-        self._config = config
-        self._plan = plan
+        self.settings = settings
+        self._plan = plan(settings.ppo)
         self._device = device
         self._folders = {role: str(folder.resolve()) for role, folder in folders.items()}
         self._pad_id = pad_id
-        self._timeouts = config.run.timeouts
+        self._timeouts = settings.run.timeouts
         self._local = not on_cluster()
         self._given_monitor = monitor
         self._nodes = nodes
-        self._resources = ExitStack()
+        self._resources: ExitStack
         self._connected: list[RemoteActor[EngineActor]] = []
         """Engines to which the policy is connected for weight sync."""
-        self._starts: Counter[str] = Counter()
-        """Starts of each group."""
         self._queues = 0
         """Queues of prompts that were started."""
         self._sent = SentBatches()
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: EnginePool
         self.turns = DeviceTurns(
-            config.ppo.engine.sleep_level, self._all_workers, lambda: self.engines.actors, self.wait
+            settings.ppo.engine.sleep_level, self._all_workers, lambda: self.engines.actors, self.wait
         )
         self.packs = True
         """Whether rows are packed. All loaded models must support it, and the configuration must allow it."""
 
     def __enter__(self) -> Fleet:
-        self._monitor = self._given_monitor or self._resources.enter_context(Monitor())
-        # Never stalled: each wait for Ray has a timeout of its own, and so has the work between waits.
-        register(self._monitor.folder, "controller", math.inf)
-        self._client = ActorClient(self._monitor, self._timeouts)
-        try:
-            heartbeat("start Ray", self._timeouts.start)
-            connect(self._plan.cores(gpus=self._device == "cuda"), self._device, self._config, self._nodes)
-            self._start_actors()
+        run, cores = self.settings.run, self._plan.cores(gpus=self._device == "cuda")
         # `with` does not call `__exit__` if `__enter__` raises.
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
+        with ExitStack() as resources:
+            self._monitor = self._given_monitor or resources.enter_context(Monitor())
+            # Never stalled: each wait for Ray has a timeout of its own, and so has the work between waits.
+            register(self._monitor.folder, "controller", math.inf)
+            resources.callback(unregister)
+            self._client = ActorClient(self._monitor, self._timeouts)
+            session = new_ray_session(cores, self._device, run, self._monitor, self._nodes)
+            resources.enter_context(session)
+            self._start_actors()
+            self._resources = resources.pop_all()
         return self
 
-    def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
-        import ray
-
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
         heartbeat("end", self._timeouts.start)
-        if error is not None:
-            # First, because a suspended actor does not react to Ray's daemons, which would wait for it.
-            self._monitor.kill()
-        try:
-            if self._nodes is not None:
-                self._nodes.leave()
-        finally:
-            ray.shutdown()
-            self._monitor.kill()
-            unregister()
-            self._resources.close()
+        self._resources.__exit__(kind, error, traceback)
 
     # -- start --
 
@@ -239,7 +227,7 @@ class Fleet:
         log.info("ppo runs as %s; %s", self._plan.describe(), self._placement.describe_nodes())
         if self._nodes is not None:
             self._nodes.join(self._placement.ranks_by_node())
-        engine = self._config.ppo.engine
+        engine = self.settings.ppo.engine
         if engine.sleep_level:
             # An engine measures the device when it loads, and the trainers have it.
             engine = engine.model_copy(update={"max_restarts": 0})
@@ -259,13 +247,11 @@ class Fleet:
     def _reserve(self) -> Placement:
         neighbours = {}
         for group in self._plan.groups:
-            neighbours[group.name] = max(group.deepspeed(role, self._config.ppo).hpz for role in group.roles)
+            neighbours[group.name] = max(group.deepspeed(role, self.settings.ppo).hpz for role in group.roles)
         return reserve_bundles(self._plan, neighbours, gpus=self._device == "cuda", wait=self.wait)
 
     def _start_group(self, group: Group) -> WorkerGroup:
-        starts_before = self._starts[group.name]
-        self._starts[group.name] += 1
-        workers = [self._start_rank(group, rank, starts_before) for rank in range(group.ranks)]
+        workers = [self._start_rank(group, rank) for rank in range(group.ranks)]
         started = WorkerGroup(group, tuple(workers))
         # The ranks of the reward model also hold the judge, which is no role of the group.
         self.groups.update(dict.fromkeys(self._folders_of(group), started))
@@ -277,24 +263,22 @@ class Fleet:
             folders["judge"] = self._folders["judge"]
         return folders
 
-    def _start_rank(self, group: Group, rank: int, starts_before: int) -> RemoteActor[ModelWorker]:
+    def _start_rank(self, group: Group, rank: int) -> RemoteActor[ModelWorker]:
         import ray
 
         options = {
-            # Numbered, because the name of a dead actor is only free after a moment.
-            "name": f"{group.name}-{rank}.{starts_before}",
+            "name": f"{group.name}-{rank}",
             "max_concurrency": 1,
             **environment_option(self._environment()["worker"]),
             **self._placement.rank_options(group, rank),
         }
-        config_json = self._config.model_dump_json(by_alias=True)
-        participant = self._participant(_rank_name(group, rank))
+        participant = self._participant(f"{group.name} rank {rank}")
         return RemoteActor(
             ray.remote(ModelWorker)
             .options(**options)
             .remote(
                 participant,
-                config_json,
+                self.settings,
                 group.roles,
                 self._folders_of(group),
                 self._pad_id,
@@ -310,18 +294,18 @@ class Fleet:
             gpus = [self.groups["policy"].workers[rank].call(Actor.visible_gpus) for rank in ranks]
             environment |= use_gpus(self.wait(gpus, f"the ranks of engine {index} to start"))
         options = {
+            # Numbered, because the name of a dead actor is only free after a moment.
             "name": f"engine-{index}.{starts_before}",
             "max_concurrency": 1,
             **environment_option(environment),
             **self._placement.engine_options(index),
         }
-        config_json = self._config.model_dump_json(by_alias=True)
         participant = self._participant(f"engine {index}")
         model = self._folders["policy"]
         return RemoteActor(
             ray.remote(EngineActor)
             .options(**options)
-            .remote(participant, index, config_json, model, self._device, self.sync_backend)
+            .remote(participant, index, self.settings, model, self._device, self.sync_backend)
         )
 
     def _participant(self, name: str) -> ParticipantSpec:
@@ -337,10 +321,10 @@ class Fleet:
             address, port = self.wait([first], f"{group.group.name} to start")[0]
             for rank, worker in enumerate(group.workers):
                 loading.append(worker.call(ModelWorker.load, rank, group.ranks, address, port, self._device))
-        starting = [engine.call(EngineActor.load) for engine in engines]
+        starting = [engine.call(EngineActor.start_engine) for engine in engines]
         supported = self.wait([*loading, *starting], "all models to load")[: len(loading)]
         self.packs &= all(supported)
-        if groups and self._config.ppo.pack is not False:
+        if groups and self.settings.ppo.pack is not False:
             log_layout(self.packs, "the policy, the reward model or the critic", "ppo.pack")
         layouts = [call for group in groups for call in group.call(ModelWorker.choose_layout, self.packs)]
         self.wait(layouts, "all ranks to choose the layout of rows")
@@ -348,7 +332,9 @@ class Fleet:
     def _environment(self) -> dict[str, dict[str, str]]:
         """Return the environment of workers and engines."""
         shares_weights = self._device == "cuda" and self.sync_backend == "ipc"
-        return actor_environment(self._config, self._plan, self._device, shares_weights=shares_weights)
+        return actor_environment(
+            self.settings.run.threads, self._plan, self._device, shares_weights=shares_weights
+        )
 
     # -- calls --
 
@@ -381,8 +367,12 @@ class Fleet:
         return self.start_helper(PromptQueue, f"prompt queue {self._queues}")
 
     def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
-        """Start an actor; see `placement.start_helper`."""
-        return start_helper(kind, self._participant(name), node)
+        """Start an actor that needs no core of its own on the node with this id. None is the driver's node.
+
+        Without a node, Ray would start an actor that needs no resources on any node of the cluster.
+        """
+        node_id = node or RAY_CLUSTER.own_id()
+        return RAY_CLUSTER.start_actor(kind, node_id, [self._participant(name)], max_concurrency=1)
 
     @property
     def nodes(self) -> list[str]:
@@ -457,52 +447,9 @@ class Fleet:
     def _route(self, role: Role, batch: RolloutBatch) -> tuple[WorkerGroup, list[RankShare]]:
         group = self.groups[role]
         if group.ranks not in batch.routes:
-            tokens = self._config.ppo.micro_batch_tokens
+            tokens = self.settings.ppo.micro_batch_tokens
             batch.routes[group.ranks] = route(batch, group.ranks, tokens, pack=self.packs)
         return group, batch.routes[group.ranks]
-
-    # -- frozen models --
-
-    def retry_after_restart(self, call: Callable[[], T], what: str) -> T:
-        """Return what `call` returns; repeat it after a restart of frozen models that died or stalled.
-
-        The error of `call` is raised if no process is unhealthy, if one of the unhealthy groups trains, or
-        after `FROZEN_RESTARTS` restarts.
-        """
-        for restarts_left in reversed(range(FROZEN_RESTARTS + 1)):
-            try:
-                return call()
-            except InfrastructureError as error:
-                # A rank that failed early does not have the batch.
-                self._sent.forget()
-                unhealthy = self._unhealthy_groups()
-                if not restarts_left or not unhealthy or any(group.trains for group in unhealthy):
-                    raise
-                for group in unhealthy:
-                    log.warning("%s is restarted, and %s is repeated: %s", group.name, what, error)
-                    workers = enumerate(self.groups[group.roles[0]].workers)
-                    self.kill({_rank_name(group, rank): worker for rank, worker in workers})
-                self._load([self._start_group(group) for group in unhealthy])
-        raise AssertionError("the last round raises or returns")
-
-    def _unhealthy_groups(self) -> list[Group]:
-        """Return the groups with a rank that is dead, suspended or stalled, after a call has failed."""
-        names = {participant.name for participant in self._monitor.unhealthy()}
-        dead: list[RemoteActor[Actor]] = []
-        if not names:
-            # Ray also reports processes that ended on other hosts.
-            dead = self._client.dead_actors(self._all_workers())
-        unhealthy = []
-        for workers in self.distinct_groups:
-            for rank, worker in enumerate(workers.workers):
-                if _rank_name(workers.group, rank) in names or worker in dead:
-                    unhealthy.append(workers.group)
-                    break
-        return unhealthy
-
-    def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
-        """End the processes of actors; see `ActorClient.kill`."""
-        self._client.kill(actors)
 
     def forget_prefixes(self, what: str) -> None:
         """Let the serving engines forget the KV cache of the prompts that they were asked. No request may be
@@ -518,15 +465,13 @@ class Fleet:
 
     @property
     def sync_backend(self) -> str:
-        """ "gloo", "nccl", "ipc" or "nccl_m2n"."""
-        wanted = self._config.ppo.weight_sync.backend
-        if wanted == "nccl_m2n" and self._config.ppo.policy_deepspeed.ranks == 1:
-            return "nccl"
+        """ "gloo", "nccl" or "ipc"."""
+        wanted = self.settings.ppo.weight_sync.backend
         if wanted != "auto":
             return wanted
         if self._device == "cpu":
             return "gloo"
-        if self._config.ppo.colocate == "all":
+        if self.settings.ppo.colocate == "all":
             return "ipc"
         return "gloo" if lacks_nccl() else "nccl"
 
@@ -547,7 +492,7 @@ class Fleet:
                 sending = self.groups["policy"].call(ModelWorker.send_weights, version)
                 report = self.wait(sending, what)[0]
             except InfrastructureError as error:
-                if self.sync_backend in ("nccl", "nccl_m2n"):
+                if self.sync_backend == "nccl":
                     # A rank of the policy may wait in a broadcast to a dead engine, which nothing ends: new
                     # engines could not connect to it. The next attempt continues from the checkpoint.
                     raise
@@ -577,10 +522,8 @@ class Fleet:
     def _start_senders(self) -> dict[int, tuple[str, int]]:
         """Let the policy ranks that will send weights listen. Return address and port of each by rank."""
         policy = self.groups["policy"]
-        wanted = self._config.ppo.weight_sync.senders
-        if self.sync_backend == "nccl_m2n":
-            senders = policy.ranks
-        elif self.sync_backend != "gloo":
+        wanted = self.settings.ppo.weight_sync.senders
+        if self.sync_backend != "gloo":
             # NCCL uses the address of rank 0 with a port of its own, and IPC neither.
             senders = 1
         elif wanted == "auto":
@@ -597,7 +540,3 @@ class Fleet:
         if self._local:
             return ["127.0.0.1"] * len(actors)
         return self.wait([actor.call(Actor.address) for actor in actors], "the addresses of hosts")
-
-
-def _rank_name(group: Group, rank: int) -> str:
-    return f"{group.name} rank {rank}"

@@ -8,19 +8,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from rlhf_core.cluster.connect import on_cluster
-from rlhf_core.cluster.placement import node_ids, reserve
-from rlhf_core.cluster.ray_cluster import RAY_CLUSTER
-from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor
-from rlhf_core.config import PipelineConfig
+from rlhf_core.cluster.placement import RAY_CLUSTER, bundle_options, node_ids, reserve
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.placement import Group, PlacementPlan
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.environment import THREAD_VARIABLES
 from rlhf_core.system.machine import machine
-
-A = TypeVar("A", bound=Actor)
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,13 @@ class Placement:
 
     def rank_options(self, group: Group, rank: int) -> dict[str, Any]:
         """Return Ray's options for the actor of a training rank."""
-        return self._options(self.bundle_of_rank[group.name, rank], self.gpus * self.plan.gpus_per_rank)
+        gpus = self.gpus * self.plan.gpus_per_rank
+        return bundle_options(self.placement_group, self.bundle_of_rank[group.name, rank], gpus)
 
     def engine_options(self, engine: int) -> dict[str, Any]:
         """Return Ray's options for the actor of an engine."""
-        return self._options(self.bundle_of_engine[engine], self.gpus * self.plan.gpus_per_engine)
+        gpus = self.gpus * self.plan.gpus_per_engine
+        return bundle_options(self.placement_group, self.bundle_of_engine[engine], gpus)
 
     def ranks_of_engine(self, engine: int) -> list[int]:
         """Return the policy ranks whose GPUs an engine uses; none if it has one GPU, or GPUs of its own."""
@@ -82,26 +80,6 @@ class Placement:
         """Return the bundles of the policy's ranks, by rank."""
         [policy] = [group for group in self.plan.groups if "policy" in group.roles]
         return [self.bundle_of_rank[policy.name, rank] for rank in range(policy.ranks)]
-
-    def _options(self, bundle: int, gpus: float) -> dict[str, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
-        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
-
-
-def start_helper(kind: type[A], participant: ParticipantSpec, node: str | None = None) -> RemoteActor[A]:
-    """Start an actor that needs no core of its own on the node with this id. None is the driver's node.
-
-    Without a node, Ray would start an actor that needs no resources on any node of the cluster.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    node_id = node or ray.get_runtime_context().get_node_id()
-    place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    actor = ray.remote(kind).options(num_cpus=0, scheduling_strategy=place)
-    return RemoteActor(actor.remote(participant))
 
 
 def check_engine_size(plan: PlacementPlan, largest: float | None) -> None:
@@ -265,7 +243,7 @@ def _shared(plan: PlacementPlan, bundles: Sequence[int], node_of: Mapping[int, s
 
 
 def actor_environment(
-    config: PipelineConfig, plan: PlacementPlan, device: str, *, shares_weights: bool = False
+    threads: int, plan: PlacementPlan, device: str, *, shares_weights: bool = False
 ) -> dict[str, dict[str, str]]:
     """Return the variables of a "worker" and of an "engine".
 
@@ -273,14 +251,14 @@ def actor_environment(
     turns. With `ppo.staleness` they compute at the same time.
 
     Args:
-        config: The whole configuration.
+        threads: `run.threads`.
         plan: All processes.
         device: "cpu" or "cuda".
         shares_weights: Whether the engines get the weights over CUDA IPC.
     """
     if device == "cuda":
-        return _on_gpus(config, plan, shares_weights=shares_weights)
-    threads = config.run.threads or machine().cores()
+        return _on_gpus(threads, plan, shares_weights=shares_weights)
+    threads = threads or machine().cores()
     ranks = max(1, plan.processes - plan.engines)
     return {
         "worker": _threads(max(1, threads // ranks)) | {"DS_ACCELERATOR": "cpu"},
@@ -288,17 +266,14 @@ def actor_environment(
     }
 
 
-def _on_gpus(
-    config: PipelineConfig, plan: PlacementPlan, *, shares_weights: bool
-) -> dict[str, dict[str, str]]:
+def _on_gpus(threads: int, plan: PlacementPlan, *, shares_weights: bool) -> dict[str, dict[str, str]]:
     # On a cluster, the cores of other hosts are not known; `rank_environment` has `run.threads`.
-    threads: dict[str, str] = {}
+    own: dict[str, str] = {}
     if not on_cluster():
-        cores = config.run.threads or machine().cores()
-        threads = _threads(max(1, cores // plan.processes))
+        own = _threads(max(1, (threads or machine().cores()) // plan.processes))
     # Weights in expandable segments cannot be shared, and vLLM allocates engines that sleep otherwise.
     fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-    return {"worker": threads | fixed if shares_weights else threads, "engine": threads | fixed}
+    return {"worker": own | fixed if shares_weights else own, "engine": own | fixed}
 
 
 def _threads(count: int) -> dict[str, str]:

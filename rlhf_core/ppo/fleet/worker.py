@@ -22,9 +22,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rlhf_core.cluster.rpc import ListeningActor, ParticipantSpec, RemoteActor, rpc
-from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import TRAINED, Group, Role
+from rlhf_core.config.placement import TRAINED, Group, PPOSettings, Role
 from rlhf_core.engines.distributed import Rank, join
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.fleet.engine_actor import EngineActor, RayEngineClient
 from rlhf_core.ppo.training import loss_step
@@ -43,7 +43,6 @@ from rlhf_core.ppo.training.rank_rows import (
 )
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.weight_sync.sender import SyncReport
 
 
 class ModelWorker(ListeningActor):
@@ -51,7 +50,7 @@ class ModelWorker(ListeningActor):
 
     Args:
         participant: How this process registers with the heartbeat monitor.
-        config_json: The whole configuration.
+        settings: Settings of the stage.
         roles: The models of this group.
         folders: The folder from which each model is loaded.
         pad_id: Padding token.
@@ -64,14 +63,14 @@ class ModelWorker(ListeningActor):
     def __init__(
         self,
         participant: ParticipantSpec,
-        config_json: str,
+        settings: PPOSettings,
         roles: tuple[Role, ...],
         folders: dict[Role, str],
         pad_id: int,
         loss_code: bytes | None = None,
     ) -> None:
         super().__init__(participant)
-        self._config = PipelineConfig.model_validate_json(config_json)
+        self._settings = settings
         self._roles = roles
         self._folders = folders
         self._pad_id = pad_id
@@ -106,12 +105,12 @@ class ModelWorker(ListeningActor):
         roles: tuple[Role, ...] = (*self._roles, *(("judge",) if "judge" in self._folders else ()))
         for role in roles:
             # For weights that no file has, of a new head or an adapter: every rank makes the same.
-            torch.manual_seed(derive_seed(self._config.run.seed, "ppo", "init", role))
+            torch.manual_seed(derive_seed(self._settings.run.seed, "ppo", "init", role))
             self._models[role] = self._load(role)
         if "reward" in roles:
             self._load_members()
         if "policy" in roles:
-            self._loss = loss_step.loss_of(self._config.ppo, self._loss_code)
+            self._loss = loss_step.loss_of(self._settings.ppo, self._loss_code)
         # An engine of DeepSpeed wraps the model in `module`; a frozen model may be bare.
         models = [*self._models.values(), *self._members]
         return all(getattr(model, "module", model).packs for model in models)
@@ -122,14 +121,13 @@ class ModelWorker(ListeningActor):
 
         All groups use the same layout, which is known after all have loaded.
         """
-        ppo = self._config.ppo.model_copy(update={"pack": pack})
-        self._config = self._config.model_copy(update={"ppo": ppo})
+        self._settings = replace(self._settings, ppo=self._settings.ppo.model_copy(update={"pack": pack}))
 
     def _load(self, role: Role) -> Any:
         from rlhf_core.models.adapters import WithoutAdapter
 
         group = Group(self._roles, self._rank.world_size)
-        adapted = group.adapted_from(role, self._config.ppo)
+        adapted = group.adapted_from(role, self._settings.ppo)
         if adapted is not None:
             # It is loaded: `config.placement.plan` names a trained role before the frozen one.
             return WithoutAdapter(self._models[adapted])
@@ -151,18 +149,18 @@ class ModelWorker(ListeningActor):
         from rlhf_core.models.policy import load_policy
         from rlhf_core.models.score import load_score_model
 
-        ppo = self._config.ppo
+        ppo = self._settings.ppo
         group = Group(self._roles, self._rank.world_size)
         trained = role in TRAINED
         deepspeed = group.deepspeed(role, ppo)
         load: Any = load_score_model
         if role in ("policy", "reference"):
             # The same head for both: a KL between log-probabilities with different rounding has no meaning.
-            load = partial(load_policy, head_dtype=self._config.model.head_dtype)
+            load = partial(load_policy, head_dtype=self._settings.model.head_dtype)
         model: Any = load(
             folder,
             dtype=deepspeed.dtype,
-            attention=self._config.model.attention,
+            attention=self._settings.model.attention,
             device=self._rank.torch_device,
             quantize=ppo.lora.quantize if ppo.lora is not None and trained else None,
             pack=ppo.pack,
@@ -203,7 +201,7 @@ class ModelWorker(ListeningActor):
         logprobs, entropy = sequence_logprobs(
             self._models[role],
             self._batches(share, chunks),
-            self._config.ppo.temperature,
+            self._settings.ppo.temperature,
             with_entropy,
         )
         columns = {"logprobs": [row.numpy() for row in logprobs]}
@@ -254,7 +252,7 @@ class ModelWorker(ListeningActor):
         sequences = [
             (prompt.tolist(), response.tolist()) for prompt, response in zip(*batch.tokens(), strict=True)
         ]
-        device, pack = self._rank.torch_device, self._config.ppo.packs
+        device, pack = self._rank.torch_device, self._settings.ppo.packs
         return Batches(sequences, batch.share.micro_batches, pad_id=self._pad_id, device=device, pack=pack)
 
     def received(self, sent: SentShare | int, chunks: Sequence[RolloutColumns]) -> RankBatch:
@@ -280,7 +278,7 @@ class ModelWorker(ListeningActor):
         Returns the sums of each response for the controller, and `returns` for the critic.
         """
         batch = self._batch_of(inputs.batch)
-        self._experience, sums = experience_of_rank(batch, inputs, objects, self._config.ppo)
+        self._experience, sums = experience_of_rank(batch, inputs, objects, self._settings.ppo)
         values = {"returns": self._experience.columns.values["returns"]}
         return sums, RowColumns(self._experience.columns.offsets, values)
 
@@ -313,7 +311,7 @@ class ModelWorker(ListeningActor):
             self._models["policy"],
             policy_samples(self._experience, whitening, exchange, self._rank),
             steps,
-            UpdateSettings.of(self._config.ppo, self._loss),
+            UpdateSettings.of(self._settings.ppo, self._loss),
             self._pad_id,
             kl_coef=kl_coef,
             demonstrations=[TokenSequence(*row) for row in demonstrations],
@@ -343,7 +341,7 @@ class ModelWorker(ListeningActor):
             self._models["critic"],
             samples,
             steps,
-            UpdateSettings.of(self._config.ppo),
+            UpdateSettings.of(self._settings.ppo),
             self._pad_id,
             clip_values=clip_values,
         )
@@ -362,7 +360,7 @@ class ModelWorker(ListeningActor):
     @rpc("start")
     def offload_states(self) -> None:
         """Move the optimizer states of trained models to host memory."""
-        from rlhf_core.engines.host_states import offload_states
+        from rlhf_core.engines.deepspeed import offload_states
 
         for role, model in self._models.items():
             if role in TRAINED:
@@ -371,7 +369,7 @@ class ModelWorker(ListeningActor):
     @rpc("start")
     def reload_states(self) -> None:
         """Move the optimizer states of trained models back to the device."""
-        from rlhf_core.engines.host_states import reload_states
+        from rlhf_core.engines.deepspeed import reload_states
 
         for role, model in self._models.items():
             if role in TRAINED:
@@ -390,20 +388,19 @@ class ModelWorker(ListeningActor):
         """Prepare weight sync to `engines`. This is a collective operation of the policy ranks.
 
         Args:
-            backend: "gloo", "nccl", "ipc" or "nccl_m2n".
+            backend: "gloo", "nccl" or "ipc".
             senders: What `listen` returned on the policy ranks that send, by rank.
             engines: All engines of the run.
             hosts: Address of each engine.
         """
+        from rlhf_core.engines.sync.sender import WeightSender
+        from rlhf_core.engines.sync.transport import TransportConfig
+        from rlhf_core.engines.sync.wire import TensorSpec
         from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
-        from rlhf_core.weight_sync.sender import WeightSender
-        from rlhf_core.weight_sync.transport import TransportConfig
-        from rlhf_core.weight_sync.vllm_transport import row_blocks
-        from rlhf_core.weight_sync.wire import TensorSpec
 
         policy = self._models["policy"]
-        ppo = self._config.ppo
+        ppo = self._settings.ppo
         adapter = ppo.syncs_adapter
         timeout = self.participant.timeouts.sync
         client = RayEngineClient(engines, hosts, timeout) if self._rank.rank == 0 else None
@@ -412,13 +409,10 @@ class ModelWorker(ListeningActor):
         dtype = DTYPES[ppo.engine.dtype]
         specs = [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)]
         weights = policy.adapter if adapter else policy.weights
-        sharded: frozenset[str] = frozenset()
         # With fewer senders, nobody would send the shards of the other ranks.
-        every_rank_sends = len(senders) == self._rank.world_size
-        if every_rank_sends and len(senders) > 1 and policy.is_sharded:
-            every = frozenset(spec.name for spec in specs)
-            sharded = every if backend == "gloo" else row_blocks(specs, len(senders))
-            weights = partial(policy.shards, sharded)
+        sharded = 1 < len(senders) == self._rank.world_size and policy.is_sharded
+        if sharded:
+            weights = policy.shards
         self._sender = WeightSender(
             weights,
             specs,

@@ -7,8 +7,7 @@
 The composer of sources that have a state (connections, processes, kept replies) has one owner, an actor on
 the driver's node, which scores whole batches as `RewardComposer` in one process would. Rules look at one
 response at a time. If there is nothing else, each node of the stage has an actor, and each actor scores an
-equal part of the batch. A batch that fails for several reasons may then be reported with another one. Actors
-of rules alone are started again if one of them dies.
+equal part of the batch. A batch that fails for several reasons may then be reported with another one.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Queue
 from typing import Self
 
 import numpy as np
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, as_argument, rpc
 from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.config.rewards import AnyReward, ExternalReward, ModelReward
-from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, classified
+from rlhf_core.errors import InfrastructureError, RLHFError, classified
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import RewardInputs
 from rlhf_core.ppo.training.batch import Indices, Places, RolloutColumns
@@ -43,8 +43,6 @@ from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.machine import machine
 from rlhf_core.system.relayed_logs import relay
 from rlhf_core.types import PromptExample, RewardInput
-
-log = logging.getLogger(__name__)
 
 _CHUNKS = 64
 """Chunks that one call brings. More would fill the object store of the actor's node."""
@@ -163,11 +161,12 @@ class RewardActor(Actor):
         inputs = [read[row] for row in range(count)]
         with _records() as records:
             try:
-                return Scored(self._composer.score(inputs, model_scores), None, records)
+                rewards = self._composer.score(inputs, model_scores)
+                return Scored(rewards, None, list(records.queue))
             except Exception as error:
                 found = classified(error, f"{self.participant.name}, score")
                 found.add_note("".join(traceback.format_exception(error)).rstrip())
-                return Scored(None, found, records)
+                return Scored(None, found, list(records.queue))
 
     @rpc()
     def close(self) -> None:
@@ -175,24 +174,16 @@ class RewardActor(Actor):
         self._composer.close()
 
 
-class _Recorder(logging.handlers.QueueHandler):
-    """Keeps log records, in a form that can be pickled."""
-
-    def __init__(self) -> None:
-        self.records: list[logging.LogRecord] = []
-        super().__init__(None)  # type: ignore[arg-type]  # `enqueue` does not use it
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 @contextmanager
-def _records() -> Iterator[list[logging.LogRecord]]:
-    """Yield the list of what the reward sources log. It also goes to stderr, which Ray shows at once: a call
-    with many retries takes long, and its actor may die. The controller writes it there again only after an
-    error.
+def _records() -> Iterator[Queue[logging.LogRecord]]:
+    """Yield what the reward sources log, in a form that can be pickled.
+
+    It also goes to stderr, which Ray shows at once: a call with many retries takes long, and its actor may
+    die. The controller writes it there again only after an error.
     """
-    logger, recorder = logging.getLogger("rlhf_core.rewards"), _Recorder()
+    logger = logging.getLogger("rlhf_core.rewards")
+    records: Queue[logging.LogRecord] = Queue()
+    recorder = logging.handlers.QueueHandler(records)
     # An actor has no other handler, and Python's handler of last resort is not used besides the recorder.
     shown = logging.StreamHandler()
     shown.setFormatter(ScrubbingFormatter(LOG_FORMAT))
@@ -203,7 +194,7 @@ def _records() -> Iterator[list[logging.LogRecord]]:
     logger.propagate = False
     logger.setLevel(logging.INFO)
     try:
-        yield recorder.records
+        yield records
     finally:
         for handler in handlers:
             logger.removeHandler(handler)
@@ -263,42 +254,23 @@ class RewardActors:
     def __init__(self, fleet: Fleet, settings: RewardSettings, scratch: Path | None = None) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._has_owner = any(isinstance(source, ExternalReward) for source in settings.sources)
-        if self._has_owner:
-            self._start([None])
+        if any(isinstance(source, ExternalReward) for source in settings.sources):
+            self._actors = [fleet.start_helper(RewardActor, "rewards 0")]
             with shared_process_settings(scratch) as process:
                 self._open(process)
         else:
-            self._start(fleet.nodes)
+            self._actors = [
+                fleet.start_helper(RewardActor, f"rewards {number}", node)
+                for number, node in enumerate(fleet.nodes)
+            ]
             self._open(None)
-
-    def _start(self, nodes: Sequence[str | None]) -> None:
-        self._actors = [
-            self._fleet.start_helper(RewardActor, _name(number), node) for number, node in enumerate(nodes)
-        ]
 
     def _open(self, process: str | None) -> None:
         calls = [actor.call(RewardActor.open, self._settings, process) for actor in self._actors]
         self._fleet.wait(calls, "the reward sources")
 
     def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch:
-        """See `RewardComposer.score`. It is repeated once if an actor of rules alone dies.
-
-        Raises:
-            WorkerDied: The actor that owns sources has died, or an actor of rules again.
-        """
-        try:
-            return self._score(batch, model_scores)
-        except WorkerDied as error:
-            if self._has_owner:
-                raise
-            log.warning("the actors of the rules are started again, and score the batch again: %s", error)
-        self._fleet.kill({_name(number): actor for number, actor in enumerate(self._actors)})
-        self._start(self._fleet.nodes)
-        self._open(None)
-        return self._score(batch, model_scores)
-
-    def _score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch:
+        """See `RewardComposer.score`. Raises WorkerDied if an actor has died."""
         reading: list[Pending[None]] = []
         scoring: list[Pending[Scored]] = []
         for actor, rows in zip(
@@ -351,10 +323,6 @@ class RewardActors:
     def __exit__(self, error: type[BaseException] | None = None, *_rest: object) -> None:
         # After an error, an actor may still score.
         self.close(wait=error is None)
-
-
-def _name(number: int) -> str:
-    return f"rewards {number}"
 
 
 def _parts(

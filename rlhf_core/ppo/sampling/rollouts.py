@@ -28,9 +28,8 @@ from rlhf_core.cluster.rpc import Pending, RemoteActor
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import WeightSyncError, WorkerDied
-from rlhf_core.ppo.fleet.engine_actor import EngineActor
+from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
 from rlhf_core.ppo.fleet.fleet import Fleet
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
 from rlhf_core.ppo.training.batch import (
     FloatArray,
     ModelScores,
@@ -204,13 +203,6 @@ class Collector:
         prompts = [self._prompts[i] for i in self._drawn(step)]
         return self._start(prompts, step, 0, version, ahead=ahead)
 
-    def prepare(self, step: int, version: int) -> Sampling:
-        """Return what `start` would let the engines sample, in the order in which engines take prompts."""
-        prompts = [self._prompts[i] for i in self._drawn(step)]
-        sampling = self._sampling(prompts, step, 0, version, ahead=True)
-        sampling.order = longest_first(prompts, range(len(prompts)))
-        return sampling
-
     def _drawn(self, step: int) -> list[int]:
         """Return the indices of the prompts of a step."""
         return prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
@@ -251,9 +243,7 @@ class Collector:
         `model_scores` are the scores of the reward model. If it is used and they are None, it is called here.
         """
         if model_scores is None and "reward" in self._fleet.groups:
-            model_scores = self._fleet.retry_after_restart(
-                lambda: self._fleet.scores(batch).gather(), "the scoring"
-            )
+            model_scores = self._fleet.scores(batch).gather()
         inputs = RewardInputs(self._fleet, batch, self._decode)
         if model_scores is None:
             return self._composer.score(inputs, None)
@@ -312,7 +302,7 @@ class Collector:
                 EngineActor.sample,
                 [[prompts[i] for i in chunk] for chunk in chunks],
                 seeds=[sampling.seeds[i] for chunk in chunks for i in chunk],
-                **self.options,
+                **self._options,
             )
             sampling.calls[engine] = call
             sampling.tokens[engine] = tokens
@@ -327,7 +317,7 @@ class Collector:
         self._batches += 1
         opened = self._queue.call(PromptQueue.open, self._batches, len(prompts), len(serving))
         self._fleet.wait([opened], "the queue of prompts")
-        parts = self.parts(len(prompts), len(serving))
+        parts = self._parts(len(prompts), len(serving))
         sampling.calls.clear()
         for engine in serving:
             sampling.calls[engine], sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
@@ -338,16 +328,16 @@ class Collector:
                 parts,
                 [sampling.prompts[i] for i in sampling.order],
                 seeds=[sampling.seeds[i] for i in sampling.order],
-                **self.options,
+                **self._options,
             )
 
-    def parts(self, prompts: int, engines: int) -> int:
+    def _parts(self, prompts: int, engines: int) -> int:
         """Return the number of chunks of an equal share. Those of an engine that takes more are larger."""
         size = max(1, self._chunk_rows(prompts) // self._ppo.samples_per_prompt)
         return math.ceil(prompts / (size * engines))
 
     @property
-    def options(self) -> SamplingOptions:
+    def _options(self) -> SamplingOptions:
         ppo = self._ppo
         return {
             "n": ppo.samples_per_prompt,
@@ -358,24 +348,15 @@ class Collector:
     def _finish(self, sampling: Sampling) -> RolloutBatch:
         """Wait for the responses. Raises WeightSyncError if an engine sampled from another policy version."""
         self._receive(sampling)
-        return self.batch_of(sampling, {sampling.version})
-
-    def batch_of(self, sampling: Sampling, allowed: Collection[int]) -> RolloutBatch:
-        """Return the responses, all of which are sampled.
-
-        Raises:
-            WeightSyncError: An engine sampled from a policy version that is not allowed.
-        """
         step, sampled, n = sampling.step, sampling.sampled, self._ppo.samples_per_prompt
         # In the order of their prompts, so that the distribution over ranks does not depend on which engine
         # answered first.
         chunks = sorted(sampled)
         header = _in_order(chunks, [sampled[chunk][1] for chunk in chunks], n)
-        wrong = header.all_versions - set(allowed)
+        wrong = set(header.versions.tolist()) - {sampling.version}
         if wrong:
-            expected = " or ".join(str(version) for version in sorted(allowed))
             raise WeightSyncError(
-                f"step {step} was sampled from policy version {sorted(wrong)}, not {expected}"
+                f"step {step} was sampled from policy version {sorted(wrong)}, not {sampling.version}"
             )
         return RolloutBatch(
             [sampled[chunk][0] for chunk in chunks],
@@ -383,12 +364,10 @@ class Collector:
             header.lengths,
             header.finished,
             [p for p in sampling.prompts for _ in range(n)],
-            version=int(header.versions.min()),
-            versions_B=header.versions,
-            spans=header.spans,
+            version=sampling.version,
         )
 
-    def receive(self, sampling: Sampling) -> None:
+    def _collect(self, sampling: Sampling) -> None:
         """Wait for the calls of the engines, and add what they have sampled. A lost engine adds nothing."""
         n, what = self._ppo.samples_per_prompt, f"the rollouts of step {sampling.step}"
         for engine, answer in self._fleet.engines.collect(sampling.calls, what).items():
@@ -409,7 +388,7 @@ class Collector:
         """
         engines = self._fleet.engines
         while True:
-            self.receive(sampling)
+            self._collect(sampling)
             if len(sampling.done) == len(sampling.prompts):
                 return
             if not sampling.ahead:
@@ -477,12 +456,10 @@ def _in_order(chunks: Sequence[Chunk], headers: Sequence[RolloutHeader], samples
     prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
     first_rows = np.argsort(prompts) * samples
     order = (first_rows[:, None] + np.arange(samples)).reshape(-1)
-    spans = [header.spans.get(row, ()) for header in headers for row in range(len(header.lengths))]
     return RolloutHeader(
         np.concatenate([header.lengths for header in headers])[order],
         np.concatenate([header.finished for header in headers])[order],
         np.concatenate([header.versions for header in headers])[order],
-        {row: spans[old] for row, old in enumerate(order.tolist()) if spans[old]},
     )
 
 

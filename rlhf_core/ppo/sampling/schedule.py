@@ -1,34 +1,170 @@
-"""When the rollouts of each step are sampled: one interface, `Rollouts`, and three schedules.
+"""When the rollouts of each step are sampled: one interface, `Rollouts`, two schedules, and the files of
+rollouts that outlive an attempt (`RolloutCache`).
 
     SynchronousRollouts  the engines wait for the weights of the step before   `ppo.staleness=0`
     RolloutsAhead        they sample while models score and train              `ppo.staleness`
-    RolloutsKept         the same; requests stay alive during weight syncs     `ppo.weight_sync.keep_requests`
 
 Only the first one gives the same bits in each run. Each schedule opens with its own contract.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
-from rlhf_core.cluster.rpc import Pending, RemoteActor
+import numpy as np
+from safetensors.numpy import load, save
+from typing_extensions import override
+
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import CorruptArtifact
-from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.fleet import Fleet
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
-from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling
-from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.system.overriding import override
+from rlhf_core.ppo.training.batch import Places, RolloutBatch, RolloutColumns
+from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample
 
 log = logging.getLogger(__name__)
 
-_QUEUE = "the queue of prompts"
+
+class RolloutCache:
+    """The rollouts of one step in local files, for an attempt that is interrupted during this step.
+
+        rollouts/chunk-00000.safetensors ...  tokens and log-probabilities as columns
+        rollouts/batch.safetensors            lengths, places and prompts of the responses
+        rollouts/manifest.json                sha256 of itself and these files, and the rewards if known
+
+    The next attempt continues from the checkpoint with the weights that sampled the rollouts, and uses them
+    instead of sampling again, which on GPUs would not give the same tokens. Only the step after a checkpoint
+    can be repeated in this way, so the folder has one step. It is renamed when it is complete.
+
+    With `ppo.staleness` the folder is part of each checkpoint: the next step is already sampled, with weights
+    that no longer exist.
+
+    Args:
+        folder: Local folder that outlives an attempt.
+        prompts: All prompts, in the same order in each attempt.
+        fleet: Holds the chunks.
+    """
+
+    def __init__(self, folder: Path, prompts: Sequence[PromptExample], fleet: Fleet) -> None:
+        self._folder = folder / "rollouts"
+        self._prompts = prompts
+        # By identity: prompts with the same text have the same `prompt_id`, but may differ in `meta`.
+        self._index = {id(prompt): i for i, prompt in enumerate(prompts)}
+        self._fleet = fleet
+
+    def write(self, step: int, batch: RolloutBatch) -> None:
+        """Store the batch of `step` and remove the batch of any other step.
+
+        One chunk is in memory at a time.
+        """
+        part = self._folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        digests = {}
+        for number, pending in enumerate(batch.chunks):
+            (columns,) = self._fleet.wait([pending], "rollouts")
+            arrays = {field.name: getattr(columns, field.name) for field in fields(RolloutColumns)}
+            name = f"chunk-{number:05d}.safetensors"
+            digests[name] = _save(part / name, arrays)
+        arrays = {
+            "objects": batch.places.objects,
+            "rows": batch.places.rows,
+            "lengths": batch.lengths_B,
+            "finished": batch.finished_B,
+            "prompts": np.array([self._index[id(prompt)] for prompt in batch.prompts], np.int64),
+        }
+        digests["batch.safetensors"] = _save(part / "batch.safetensors", arrays)
+        content = json.dumps(
+            {
+                "step": step,
+                "files": digests,
+                "rewards": None if batch.rewards is None else asdict(batch.rewards),
+                "replaced": batch.replaced,
+                "scores_before": batch.scores_before,
+                "version": batch.version,
+            }
+        )
+        checksum = hashlib.sha256(content.encode()).hexdigest()
+        (part / "manifest.json").write_text(f"{checksum}\n{content}", encoding="utf-8")
+        # A folder with files cannot be replaced. A kill between these two lines loses the cache, and the step
+        # is sampled again.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        part.replace(self._folder)
+
+    def read(self, step: int) -> RolloutBatch | None:
+        """Return the batch of `step`, or None if it is missing, damaged, or of another step."""
+        if not self._folder.exists():
+            return None
+        manifest = self._manifest()
+        if manifest is None:
+            log.error("%s is damaged; step %d is sampled again", self._folder, step)
+            return None
+        if manifest["step"] != step:
+            return None
+        loaded: list[dict[str, Any]] = []
+        for name, digest in manifest["files"].items():
+            arrays = _load(self._folder / name, digest)
+            if arrays is None:
+                log.error("%s is damaged; step %d is sampled again", self._folder / name, step)
+                return None
+            loaded.append(arrays)
+        # JSON keeps the order of `write`: the batch is last.
+        *chunks, rows = loaded
+        return RolloutBatch(
+            [self._fleet.put(_columns(chunk)) for chunk in chunks],
+            Places(rows["objects"], rows["rows"]),
+            rows["lengths"],
+            rows["finished"],
+            [self._prompts[i] for i in rows["prompts"].tolist()],
+            None if manifest["rewards"] is None else RewardBatch(**manifest["rewards"]),
+            manifest["replaced"],
+            manifest["scores_before"],
+            from_cache=True,
+            version=manifest["version"],
+        )
+
+    def _manifest(self) -> dict[str, Any] | None:
+        try:
+            checksum, content = (self._folder / "manifest.json").read_bytes().split(b"\n", 1)
+        except (FileNotFoundError, ValueError):
+            return None
+        if hashlib.sha256(content).hexdigest().encode() != checksum:
+            return None
+        manifest: dict[str, Any] = json.loads(content)
+        return manifest
+
+
+def _columns(arrays: Mapping[str, Any]) -> RolloutColumns:
+    return RolloutColumns(**{**arrays, "samples": int(arrays["samples"][0])})
+
+
+def _save(file: Path, arrays: Mapping[str, Any]) -> str:
+    """Write arrays to a file and return its sha256."""
+    # safetensors reads the memory of an array without its strides. `samples` becomes an array of one element.
+    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    file.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _load(file: Path, digest: str) -> dict[str, Any] | None:
+    """Return the arrays of a file, or None if it is missing or has another sha256."""
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    if hashlib.sha256(content).hexdigest() != digest:
+        return None
+    arrays: dict[str, Any] = load(content)
+    return arrays
 
 
 class Rollouts:
@@ -80,7 +216,7 @@ class SynchronousRollouts(Rollouts):
     """Samples each step when it begins, with the weights of the step before.
 
     The step after a checkpoint is also written to files: an attempt that is interrupted in it uses them
-    instead of sampling again (`rollout_cache`). In other steps, an attempt that continues from the checkpoint
+    instead of sampling again (`RolloutCache`). In other steps, an attempt that continues from the checkpoint
     has other weights.
     """
 
@@ -219,128 +355,6 @@ class RolloutsAhead(Rollouts):
         return RolloutCache(folder, self._prompts, self._fleet)
 
 
-class RolloutsKept(Rollouts):
-    """Rollouts whose requests stay alive during weight syncs (`ppo.weight_sync.keep_requests`).
-
-    n = `ppo.staleness`, here 1:
-
-        ranks    wait for batch k + 1 | score, train step k + 1   | sync of version k + 1 | wait for k + 2
-        engines  the last responses of k + 1, then those of k + 2 | pause                 | the last of k + 2
-
-    After the sync of version k, the batches up to k + n + 1 are open. The engines take prompts of the oldest
-    batch that has any (`rlhf_core.ppo.fleet.prompt_queue`). Before the next sync they pause. Their requests
-    stay and continue with the new weights. The first token of batch s is from version s - n - 1 or a later
-    one, so a batch is at most n versions behind in its oldest token.
-
-    What is sampled by which version depends on timing. A checkpoint has no rollouts: an attempt that
-    continues samples the next step from the weights of the checkpoint.
-    """
-
-    def __init__(
-        self, ppo: PPOConfig, fleet: Fleet, prompts: Sequence[PromptExample], collector: Collector
-    ) -> None:
-        super().__init__(ppo, fleet, prompts, collector)
-        self._open: dict[int, Sampling] = {}
-        """Samplings by step, ascending."""
-        self._queue: RemoteActor[PromptQueue] | None = None
-        self._engines: dict[int, RemoteActor[EngineActor]] = {}
-        """Engines that have requests, by index."""
-        self._sent: dict[int, set[int]] = {}
-        """Steps whose prompts an engine has."""
-
-    @property
-    @override
-    def is_unfinished(self) -> bool:
-        """Whether the engines sample."""
-        return any(sampling.calls for sampling in self._open.values())
-
-    @override
-    def take(self, step: int) -> RolloutBatch:
-        """Let the engines sample, wait for the batch of `step`, and return it. They continue with later ones.
-
-        Engines and policy have version `step` - 1.
-
-        Raises:
-            WeightSyncError: An engine sampled a token from a version that `ppo.staleness` does not allow.
-        """
-        version = step - 1
-        if self._queue is None:
-            self._queue = self._fleet.start_queue()
-        engines = len(self._fleet.engines.serving)
-        for each in range(step, min(version + 1 + self._ppo.staleness, self._ppo.steps) + 1):
-            if each not in self._open:
-                self._open[each] = sampling = self._collector.prepare(each, version)
-                self._wait(self._queue.call(PromptQueue.open, each, len(sampling.prompts), engines))
-        self._resume(self._queue)
-        sampling = self._open[step]
-        while True:
-            self._receive(sampling)
-            if len(sampling.done) == len(sampling.prompts):
-                break
-            serving = self._fleet.engines.serving
-            assert len(serving) < len(self._engines), "engines that are not lost return all responses"
-            # The others get what the lost engine had.
-            self.finish()
-            self._fleet.sync(version)
-            self._resume(self._queue)
-        del self._open[step]
-        self._wait(self._queue.call(PromptQueue.close, step))
-        return self._collector.batch_of(sampling, range(sampling.version, version + 1))
-
-    @override
-    def finish(self) -> None:
-        """Let the engines pause, and wait for them. Their requests stay."""
-        if not self.is_unfinished:
-            return
-        assert self._queue is not None, "the engines sample"
-        self._wait(self._queue.call(PromptQueue.pause, True))
-        for sampling in self._open.values():
-            self._receive(sampling)
-
-    def _resume(self, queue: RemoteActor[PromptQueue]) -> None:
-        """Let the engines sample all open batches."""
-        pool = self._fleet.engines
-        serving = {index: pool.actor(index) for index in pool.serving}
-        for index, actor in list(self._engines.items()):
-            # An engine that was restarted is another actor.
-            if serving.get(index) != actor:
-                done = {step: self._numbers(sampling) for step, sampling in self._open.items()}
-                self._wait(queue.call(PromptQueue.give_back, index, done))
-                del self._sent[index]
-        self._engines = serving
-        self._wait(queue.call(PromptQueue.pause, False))
-        for index, engine in serving.items():
-            sent = self._sent.setdefault(index, set())
-            for step, sampling in self._open.items():
-                if step not in sent:
-                    sent.add(step)
-                    prompts = [sampling.prompts[i] for i in sampling.order]
-                    seeds = [sampling.seeds[i] for i in sampling.order]
-                    engine.call(EngineActor.open_batch, step, prompts, seeds, min(self._open))
-            # One call after the other: each ends when its batch is finished.
-            for step, sampling in self._open.items():
-                parts = self._collector.parts(len(sampling.prompts), len(serving))
-                sampling.calls[index], sampling.tokens[index] = engine.call_parts(
-                    1 + parts, EngineActor.sample_kept, queue, step, parts, **self._collector.options
-                )
-
-    def _receive(self, sampling: Sampling) -> None:
-        """Wait for the calls of the engines that are not lost."""
-        serving = self._fleet.engines.serving
-        sampling.calls = {index: call for index, call in sampling.calls.items() if index in serving}
-        self._collector.receive(sampling)
-        sampling.calls.clear()
-
-    @staticmethod
-    def _numbers(sampling: Sampling) -> set[int]:
-        """Return the numbers in the queue of the prompts that are sampled."""
-        done = sampling.done
-        return {number for number, i in enumerate(sampling.order) if i in done}
-
-    def _wait(self, call: Pending[None]) -> None:
-        self._fleet.wait([call], _QUEUE)
-
-
 def rollouts_of(
     ppo: PPOConfig,
     fleet: Fleet,
@@ -359,6 +373,4 @@ def rollouts_of(
     """
     if ppo.staleness == 0:
         return SynchronousRollouts(ppo, fleet, prompts, collector, cache)
-    if ppo.weight_sync.keep_requests:
-        return RolloutsKept(ppo, fleet, prompts, collector)
     return RolloutsAhead(ppo, fleet, prompts, collector)

@@ -7,13 +7,20 @@ Chunks are results of Ray tasks. The controller holds references to them and doe
 them: a chunk is lost only if its node is lost, not if the actor that made it is replaced. Each call names the
 rows that it needs by `Places`.
 
-The controller holds a `RolloutBatch`: lengths, rewards, and references to the tokens.
+The controller holds a `RolloutBatch`: lengths, rewards, and references to the tokens. `route` distributes its
+responses over ranks by whole chunks:
+
+    chunks -> ranks, heaviest first, each to the rank with the least work; micro-batches on each rank
+
+All groups with the same number of ranks have the same distribution. Where a model needs what another one
+returned, this is then one object for each rank.
 
 Axes: `B` responses, `P` tokens of a prompt, `T` tokens of a response.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +30,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.cluster.rpc import Pending
+from rlhf_core.cluster.rpc import Pending, as_argument
+from rlhf_core.models.packing import estimated_cost, plan_ranks
 from rlhf_core.rewards.compose import RewardBatch
-from rlhf_core.types import PromptExample, Rollout, VersionSpans
+from rlhf_core.types import PromptExample, Rollout
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -75,21 +83,11 @@ class RolloutHeader:
     """Tokens of each response."""
     finished: NDArray[np.bool_]
     versions: Indices
-    """Policy version that sampled the first token of each response."""
-    spans: Mapping[int, VersionSpans] = field(default_factory=dict)
-    """Spans of the rows that several policy versions sampled."""
-
-    @property
-    def all_versions(self) -> set[int]:
-        """Every policy version that sampled a token."""
-        return {*self.versions.tolist(), *(version for spans in self.spans.values() for _, version in spans)}
+    """Policy version that sampled each response."""
 
     def rows(self, start: int, end: int) -> RolloutHeader:
         """Return the header of some rows."""
-        spans = {row - start: spans for row, spans in self.spans.items() if start <= row < end}
-        return RolloutHeader(
-            self.lengths[start:end], self.finished[start:end], self.versions[start:end], spans
-        )
+        return RolloutHeader(self.lengths[start:end], self.finished[start:end], self.versions[start:end])
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,6 @@ def header_of(rollouts: Sequence[Rollout]) -> RolloutHeader:
         np.array([len(rollout.response_ids) for rollout in rollouts], np.int32),
         np.array([rollout.finished for rollout in rollouts], np.bool_),
         np.array([rollout.policy_version for rollout in rollouts], np.int64),
-        {row: rollout.spans for row, rollout in enumerate(rollouts) if rollout.spans},
     )
 
 
@@ -223,13 +220,9 @@ class RolloutBatch:
     from_cache: bool = False
     """Whether an earlier attempt sampled the batch."""
     version: int = 0
-    """Policy version that sampled all responses; with `ppo.weight_sync.keep_requests` the oldest one."""
-    versions_B: Indices | None = None
-    """Policy version that sampled the first token of each response; None if the batch was read from files."""
-    spans: Mapping[int, VersionSpans] = field(default_factory=dict)
-    """Spans of the responses that several policy versions sampled."""
+    """Policy version that sampled all responses."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)
-    """Distribution over ranks by their number, once it is computed (`ppo.fleet.routes`)."""
+    """Distribution over ranks by their number, once it is computed (`route`)."""
     number: int = field(default_factory=_numbers.__next__)
     """No other batch of this process has it."""
 
@@ -250,26 +243,6 @@ class RolloutBatch:
     def token_bytes(self) -> int:
         """Approximate size of the tokens: an id and a log-probability each."""
         return int(4 * self.prompt_lengths_B.sum() + 8 * self.lengths_B.sum())
-
-    @property
-    def has_one_version(self) -> bool:
-        """Whether one policy version sampled all tokens."""
-        return not self.spans and (self.versions_B is None or bool((self.versions_B == self.version).all()))
-
-    def spans_of(self, row: int) -> VersionSpans:
-        """Return first token and policy version of each part of a response."""
-        first = self.version if self.versions_B is None else int(self.versions_B[row])
-        return self.spans.get(row) or ((0, first),)
-
-    def token_staleness(self, version: int) -> float:
-        """Return the mean over all tokens of the number of versions that they are older than `version`."""
-        behind = 0
-        for row, length in enumerate(self.lengths_B.tolist()):
-            spans = self.spans_of(row)
-            ends = [*(start for start, _ in spans[1:]), length]
-            for (start, sampled_by), end in zip(spans, ends, strict=True):
-                behind += (version - sampled_by) * (end - start)
-        return behind / int(self.lengths_B.sum())
 
     def first(self, count: int) -> RolloutBatch:
         """Return the batch of the first `count` responses."""
@@ -304,3 +277,117 @@ def in_batch_order(shares: Sequence[RankShare], of_ranks: Sequence[ModelScores])
             is_ensemble = True
             deviations_B[share.indices] = scores.deviations
     return ModelScores(values_B.tolist(), deviations_B.tolist() if is_ensemble else [])
+
+
+# -- distribution over ranks --
+
+
+def route(batch: RolloutBatch, ranks: int, micro_batch_tokens: int, *, pack: bool) -> list[RankShare]:
+    """Distribute a batch over ranks. Every rank has the same number of micro-batches, some may be empty."""
+    lengths_B = (batch.prompt_lengths_B + batch.lengths_B).astype(np.int64)
+    rank_of_chunk = _ranks_of_chunks(batch.places.objects, lengths_B, len(batch.chunks), ranks)
+    rank_B = rank_of_chunk[batch.places.objects]
+    order = np.argsort(rank_B, kind="stable")
+    ends = np.cumsum(np.bincount(rank_B, minlength=ranks))
+    shares = []
+    for indices in np.split(order, ends[:-1]):
+        lengths = lengths_B[indices].tolist()
+        # For this rank alone, because a chunk is not divided. The numbers are made equal below.
+        (micro_batches,) = plan_ranks(lengths, 1, micro_batch_tokens, pack=pack)
+        chunks, positions = np.unique(batch.places.objects[indices], return_inverse=True)
+        places = Places(positions, batch.places.rows[indices])
+        shares.append(RankShare(indices, chunks, places, micro_batches))
+    count = max(len(share.micro_batches) for share in shares)
+    for share in shares:
+        share.micro_batches.extend([] for _ in range(count - len(share.micro_batches)))
+    return shares
+
+
+def _ranks_of_chunks(objects_B: Indices, lengths_B: Indices, chunks: int, ranks: int) -> Indices:
+    costs_B = [estimated_cost(length) for length in lengths_B.tolist()]
+    costs = np.bincount(objects_B, weights=costs_B, minlength=chunks)
+    chosen = np.zeros(chunks, np.int64)
+    loads = [(0.0, rank) for rank in range(ranks)]
+    for chunk in np.argsort(-costs, kind="stable").tolist():
+        load, rank = loads[0]
+        chosen[chunk] = rank
+        heapq.heapreplace(loads, (load + costs[chunk], rank))
+    return chosen
+
+
+def places_of(shares: Sequence[RankShare]) -> Places:
+    """Return for each response of a batch its rank, and its row in what this rank returns."""
+    count = sum(len(share.indices) for share in shares)
+    places = Places(np.zeros(count, np.int64), np.zeros(count, np.int64))
+    for rank, share in enumerate(shares):
+        places.objects[share.indices] = rank
+        places.rows[share.indices] = np.arange(len(share.indices))
+    return places
+
+
+def reindex(micro_batches: Sequence[Sequence[int]], start: int = 0) -> list[list[int]]:
+    """Return indices into the concatenation of the micro-batches, where the first element has
+    index `start`.
+    """
+    indices = []
+    for micro_batch in micro_batches:
+        indices.append(list(range(start, start + len(micro_batch))))
+        start += len(micro_batch)
+    return indices
+
+
+Sent = tuple[SentShare | int, list[RolloutColumns]]
+"""Arguments of a call with a batch: the share of the rank and its chunks, or the number of a batch that the
+rank has.
+"""
+
+
+class SentBatches:
+    """Which actors have which batch. A rank keeps its share and its chunks until it gets those of another
+    batch, so that they are sent once and not for each of its models.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[str, tuple[Sequence[Any], int]] = {}
+        """Actors of each group, by its name, and the number of their batch."""
+
+    def arguments(
+        self, group: str, actors: Sequence[Any], batch: RolloutBatch, shares: Sequence[RankShare]
+    ) -> list[Sent]:
+        """Return the arguments of the next call for each rank of a group.
+
+        Args:
+            group: Name of the group.
+            actors: Its actors.
+            batch: The batch.
+            shares: Its distribution over these ranks.
+        """
+        if self._sent.get(group) == (actors, batch.number):
+            return [(batch.number, []) for _ in shares]
+        self._sent[group] = actors, batch.number
+        return [
+            (
+                SentShare(batch.number, share.places, share.micro_batches),
+                [as_argument(batch.chunks[chunk]) for chunk in share.chunks.tolist()],
+            )
+            for share in shares
+        ]
+
+
+@dataclass(frozen=True)
+class ObjectArguments:
+    """The objects that one call needs. Ray transfers each of them to the actor, without the controller."""
+
+    pending: list[Pending[RowColumns]] = field(default_factory=list)
+
+    def add_all_rows(self, pending: Pending[RowColumns], count: int) -> Places:
+        """Add an object, and return the places of its `count` rows."""
+        self.pending.append(pending)
+        return Places(np.full(count, len(self.pending) - 1), np.arange(count))
+
+    def add(self, objects: Sequence[Pending[RowColumns]], places: Places) -> Places:
+        """Add those of `objects` that have these rows, and return the places in `pending`."""
+        used, positions = np.unique(places.objects, return_inverse=True)
+        start = len(self.pending)
+        self.pending.extend(objects[number] for number in used.tolist())
+        return Places(positions + start, places.rows)

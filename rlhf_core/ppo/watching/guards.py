@@ -37,9 +37,9 @@ from typing import Any, get_args
 import numpy as np
 
 from rlhf_core.algo.groups import effective_count
-from rlhf_core.config.guards import GuardName, guard_limit
-from rlhf_core.config.limits import never_ends
+from rlhf_core.config.data import never_ends
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo_sections import GuardName, guard_limit
 
 log = logging.getLogger(__name__)
 

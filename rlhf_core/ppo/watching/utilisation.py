@@ -21,17 +21,16 @@ import psutil
 
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.rpc import Usage, process_usage
-from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import TRAINED, Group
+from rlhf_core.config.placement import TRAINED, Group, PPOSettings
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.planning.hardware import visible_hardware
 from rlhf_core.ppo.fleet.fleet import ENGINES, Fleet
 from rlhf_core.ppo.training.batch import RolloutBatch
-from rlhf_core.weight_sync.sender import SyncReport
 
 Metrics = dict[str, float]
 Counters = Mapping[str, float]
 
-_SAMPLING = ("sample", "sample_from", "sample_kept")
+_SAMPLING = ("sample", "sample_from")
 _SCORING = ("logprobs", "values", "scores", "make_experience")
 _TRAINING = ("update_policy", "update_critic")
 _SYNC = ("send_weights", "start_weight_update", "update_weights", "finish_weight_update", "acknowledge")
@@ -66,22 +65,22 @@ class Utilisation:
     """Measures each step.
 
     Args:
-        config: The whole configuration.
+        settings: Settings of the stage.
         fleet: The processes.
     """
 
-    def __init__(self, config: PipelineConfig, fleet: Fleet) -> None:
-        self._epochs = config.ppo.epochs
-        self._shares = config.ppo.minibatches * config.ppo.policy_deepspeed.ranks
+    def __init__(self, settings: PPOSettings, fleet: Fleet) -> None:
+        self._epochs = settings.ppo.epochs
+        self._shares = settings.ppo.minibatches * settings.ppo.policy_deepspeed.ranks
         """Parts of a batch: those of all policy ranks in all minibatches."""
         self._link = link_speed(fleet.device, fleet.sync_backend)
-        self._overlapped = config.ppo.staleness > 0
+        self._overlapped = settings.ppo.staleness > 0
         self._fleet = fleet
         self._cores: list[int] = []
         """Cores that all processes share; empty on GPUs and on a cluster."""
         if fleet.device == "cpu" and not on_cluster():
             self._cores = sorted(os.sched_getaffinity(0))
-        self._threads = config.run.threads or len(self._cores)
+        self._threads = settings.run.threads or len(self._cores)
         self._last: dict[str, list[Usage]] | None = None
         self._last_cores: CoreTimes | None = None
 
@@ -274,7 +273,7 @@ def gpu_metrics(
     and `gpu/memory/<role>`, the largest share of a GPU's memory in use. {} where there are no figures.
 
     Args:
-        work: Counters of the step, of each process by group (`cluster.gpu_usage`).
+        work: Counters of the step, of each process by group (`cluster.rpc.GpuSampler`).
         usage: Usage of each process by group, at the end of the step.
         groups: All groups of ranks.
     """

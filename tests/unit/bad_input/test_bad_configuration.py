@@ -41,11 +41,10 @@ SYNTAX = (
     ),
     Bad("a string tag", "run:\n  name: !!str 5\n", ("c.yaml:2", "unsupported tag")),
     Bad("a local tag", "run: !secret x\n", ("unsupported tag", "!secret")),
-    Bad("an alias bomb", BOMB, ("too many aliases",)),
-    Bad("hundreds of aliases", "a: &a 1\nb: [" + "*a, " * 200 + "1]\n", ("c.yaml:2", "too many aliases")),
-    Bad("a recursive alias", "run: &r\n  name: *r\n", ("c.yaml:2", "recursive alias *r")),
-    Bad("a recursive list", "a: &a [*a]\n", ("recursive",)),
-    Bad("an alias of nothing", "run: {name: *x}\n", ("c.yaml:1", "alias *x has no anchor", "quote")),
+    Bad("an alias bomb", BOMB, ("more than 20000 values with aliases expanded",)),
+    Bad("a recursive alias", "run: &r\n  name: *r\n", ("c.yaml:1", "an alias in itself")),
+    Bad("a recursive list", "a: &a [*a]\n", ("an alias in itself",)),
+    Bad("an alias of nothing", "run: {name: *x}\n", ("c.yaml:1", "undefined alias 'x'", "quote")),
     Bad(
         "a merge key", "a: &a {seed: 1}\nrun:\n  <<: *a\n", ("c.yaml:3", "merge keys", "write the fields out")
     ),
@@ -57,7 +56,11 @@ SYNTAX = (
     ),
     Bad("an open bracket", "run: {name: x\nppo: 1\n", ("c.yaml:", "not valid YAML")),
     Bad("two colons", "run:\n  name: a: b\n", ("c.yaml:2", "not valid YAML", "quote")),
-    Bad("two documents", "run: {seed: 1}\n---\nrun: {seed: 2}\n", ("c.yaml:2", "second document")),
+    Bad(
+        "two documents",
+        "run: {seed: 1}\n---\nrun: {seed: 2}\n",
+        ("c.yaml:2", "another document", "one document"),
+    ),
     Bad("a list as key", "[a, b]: 1\n", ("c.yaml:1", "key must be a single word")),
     Bad("UTF-16", "run: {seed: 1}".encode("utf-16"), ("c.yaml:1", "UTF-16", "save it as UTF-8")),
     Bad("UTF-16 without a mark", "run: {seed: 1}".encode("utf-16-le"), ("NUL byte", "not UTF-8")),
@@ -113,7 +116,12 @@ OVERRIDES = (
         ("ppo.rewards.7.weight=1",),
     ),
     Bad("a section that is text", "ppo: fast", ("ppo is no section", "'fast'"), ("ppo.steps=3",)),
-    Bad("an alias", "run: {seed: 1}", ("override run.name=*a", "no anchor", "quote"), ("run.name=*a",)),
+    Bad(
+        "an alias",
+        "run: {seed: 1}",
+        ("override run.name=*a", "undefined alias 'a'", "quote"),
+        ("run.name=*a",),
+    ),
     Bad("a tag", "run: {seed: 1}", ("override run.name=!!int 3", "unsupported tag"), ("run.name=!!int 3",)),
     Bad("an open bracket", "run: {seed: 1}", ("override data.sft=[", "not valid YAML"), ("data.sft=[",)),
     Bad(
@@ -198,7 +206,7 @@ BROKEN_CHECKS = {
         "data: {sft: [{path: ./a.jsonl}], preference: [{path: synthetic}], prompts: [{path: synthetic}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),
-    "rlhf_core.config.base_models.is_hub_model": (
+    "rlhf_core.config.address.is_hub_model": (
         f"model: {{path: ./x}}\n{demo_data.YAML}",
         "model.path: cannot be checked (RecursionError: ",
     ),

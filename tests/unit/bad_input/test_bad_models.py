@@ -35,7 +35,6 @@ def index(**files: Any) -> dict[str, Any]:
     return {"model__safetensors": None, "model.safetensors.index.json": {"weight_map": files}}
 
 
-LAYERS = safetensors(model__layers__0__norm__weight=[2], model__layers__1__norm__weight=[2])
 TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no config": ({"config__json": None}, ("has no config.json",)),
@@ -71,19 +70,19 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a shape of 10^4000": (
         {"model__safetensors": header(
             b'{"a": {"dtype": "F32", "shape": [1%s], "data_offsets": [0, 8]}}' % (b"0" * 4000), 8)},
-        ("tensor 'a' has the impossible shape",),
+        ("is not safetensors",),
     ),
     "a negative shape": (
         {"model__safetensors": header({"a": TENSOR | {"shape": [-1, -2]}}, 8)},
-        ("tensor 'a' has the impossible shape",),
+        ("is not safetensors",),
     ),
     "an unknown data type": (
         {"model__safetensors": header({"a": TENSOR | {"dtype": "F999"}}, 8)},
-        ("tensor 'a' has the unknown dtype 'F999'",),
+        ("is not safetensors",),
     ),
     "bytes that are not the shape's": (
         {"model__safetensors": header({"a": TENSOR | {"shape": [3]}}, 8)},
-        ("tensor 'a' has", "not those of its shape [3]"),
+        ("is not safetensors",),
     ),
     "a vocabulary of 8.0": ({"config__json": CONFIG | {"vocab_size": 8.0}},
         ("vocab_size must be an integer", "8.0")),
@@ -93,34 +92,21 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("num_labels must be an integer from 1 to 10000", "1000000000")),
     "10^9 layers under the name of GPT-2": ({"config__json": CONFIG | {"n_layer": 10**9}},
         ("n_layer must be an integer",)),
-    "more layers than the weights have": (
-        {"config__json": CONFIG | {"num_hidden_layers": 3}, "model__safetensors": LAYERS},
-        ("num_hidden_layers 3, but the weights have 2",),
-    ),
-    "fewer layers than the weights have": (
-        {"config__json": CONFIG | {"num_hidden_layers": 1}, "model__safetensors": LAYERS},
-        ("num_hidden_layers 1, but the weights have 2",),
-    ),
-    "two rotary bases": (
-        {"config__json": CONFIG | {"rope_theta": 500000.0, "rope_parameters": {"rope_theta": 10000.0}}},
-        ("rope_theta is '500000.0'", "rope_parameters.rope_theta is '10000.0'"),
-    ),
-    "an adapter next to the weights": ({"adapter_config__json": {}}, ("holds an adapter", "merge it")),
     "a hole between tensors": (
         {"model__safetensors": header({"a": TENSOR, "b": TENSOR | {"data_offsets": [12, 20]}}, 20)},
-        ("a tensor begins at 12 instead of 8",),
+        ("is not safetensors",),
     ),
     "two tensors at one place": ({"model__safetensors": header({"a": TENSOR, "b": TENSOR}, 8)},
-        ("a tensor begins at 0 instead of 8",)),
+        ("is not safetensors",)),
     "a negative offset": (
         {"model__safetensors": header({"a": TENSOR | {"data_offsets": [-8, 0]}})},
-        ("a tensor begins at -8 instead of 0",),
+        ("is not safetensors",),
     ),
     "metadata that are a list": ({"model__safetensors": header({"__metadata__": [], "a": TENSOR}, 8)},
         ("is not safetensors",)),
     "metadata with a number": (
         {"model__safetensors": header({"__metadata__": {"step": 1}, "a": TENSOR}, 8)},
-        ("__metadata__ must be texts",),
+        ("is not safetensors",),
     ),
     "no offsets": ({"model__safetensors": header({"a": {"shape": [2]}}, 8)}, ("is not safetensors",)),
     "a shape that is a number": ({"model__safetensors": header({"a": TENSOR | {"shape": 2}}, 8)},
@@ -146,13 +132,6 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a broken index": ({"model__safetensors": None, "model.safetensors.index.json": b"{"},
         ("is not readable JSON",)),
-    "rows and vocabulary that differ": (
-        {"model__safetensors": safetensors(model__embed_tokens__weight=[6, 64])}, ("6 rows", "vocab_size 8"),
-    ),
-    "a tokenizer larger than the vocabulary": (
-        {"tokenizer__json": {"model": {"vocab": {}}, "added_tokens": [{"id": 8}]}},
-        ("9 tokens", "vocab_size 8"),
-    ),
     "no chat template": ({"tokenizer_config__json": {}}, ("no chat template", "data.template=plain")),
     "heads the engines cannot compute": (
         {"config__json": CONFIG | {"num_attention_heads": 8}}, ("heads of size 8", "32, 64"),
@@ -258,7 +237,7 @@ TEMPLATES: dict[str, tuple[str | bytes, str]] = {
         "needs over",
     ),
     "a recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-    "a large power": ("{{ 9**9**9 }}", "operator **"),
+    "a large power": ("{{ 9**(9**9) }}", "needs over"),
     "a long string": ("{{ 'x' * 10000000000 }}", "MemoryError"),
     "a string that doubles": (
         "{% set s = namespace(x='x') %}{% for i in range(99) %}{% set s.x = s.x ~ s.x %}{% endfor %}",

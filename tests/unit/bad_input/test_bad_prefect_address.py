@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.server
 import subprocess
 import threading
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,21 +82,4 @@ def test_a_run_asks_at_the_address_of_prefect(tmp_path: Path) -> None:
 
 
 def test_a_prefect_address_without_an_answer_is_no_server() -> None:
-    assert not prefect_responds("http://127.0.0.1:9/api", attempts=1, credentials=dict)
-
-
-def test_a_prefect_address_that_never_ends_its_headers_is_no_server() -> None:
-    class Slow(Strange):
-        def do_POST(self) -> None:
-            with suppress(OSError):
-                while not ended.wait(0.1) and time.monotonic() - began < 20:
-                    self.wfile.write(b"H")
-
-    ended, began = threading.Event(), time.monotonic()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/api"
-        assert not prefect_responds(url, attempts=1, seconds=0.5, credentials=dict)
-        assert time.monotonic() - began < 10
-        ended.set()
-        server.shutdown()
+    assert not prefect_responds("http://127.0.0.1:9/api", credentials=dict)

@@ -32,7 +32,6 @@ def reward(text: str) -> str:
 REWARD_FILES: dict[str, str | bytes] = {
     "r.py": "open('ran', 'w')\ndef score(samples): return [0.0 for _ in samples]\n",
     "broken.py": "def f(:\n",
-    "constant.py": "score = 5\n",
     "binary.py": b"\x00\x01\x02",
 }
 PYTHON = "type: python, function: "
@@ -48,8 +47,6 @@ REWARDS = (
     Bad("no such function", reward(PYTHON + "'x:f', file: r.py"), ("r.py has no function f", "score")),
     Bad("broken Python", reward(PYTHON + "'x:f', file: broken.py"), ("broken.py:1", "not valid Python")),
     Bad("bytes", reward(PYTHON + "'x:f', file: binary.py"), ("binary.py", "not valid Python")),
-    Bad("a constant", reward(PYTHON + "'x:score', file: constant.py"),
-        ("constant.py has no function score",)),
     Bad("no such module", reward(PYTHON + "'no_such_module_x:f'"),
         ("module no_such_module_x not found", "0.file")),
     Bad("no such part of a package", reward(PYTHON + "'yaml.nothing:f'"), ("module yaml.nothing not found",)),
@@ -203,10 +200,6 @@ def test_settings_that_contradict_each_other_or_the_machine_are_refused(command:
 
 FLASH = "model.attention=flash_attention_2"
 ON_GPUS = {
-    "nccl_m2n that is not installed": (("ppo.weight_sync.backend=nccl_m2n",), (),
-        ("ppo.weight_sync.backend", "package nccl-extensions", "use nccl")),
-    "nccl_m2n with torch's NCCL": (("ppo.weight_sync.backend=nccl_m2n",), ("nccl", "nccl.m2n"),
-        ("ppo.weight_sync.backend", "2.30.5 or newer", "got 2.29.7", "use nccl")),
     "flash attention that is not installed": ((FLASH,), (),
         ("model.attention", "package flash_attn", "use sdpa")),
     "flash attention in float32": (
@@ -376,52 +369,6 @@ def test_an_argument_that_cannot_work_gives_one_message(
     assert [word for word in words if word not in message] == [], message
 
 
-PLANTED = (
-    "queue",
-    "argparse",
-    "logging",
-    "secrets",
-    "subprocess",
-    "socket",
-    "yaml",
-    "pydantic",
-    "rlhf_core",
-    "psutil",
-)
-
-
-@pytest.mark.parametrize("variable", [":", ".", "folder/..:", "{absolute}:"])
-def test_an_entry_of_pythonpath_that_names_the_working_folder_runs_nothing_of_it(
-    tmp_path: Path, variable: str
-) -> None:
-    """The installed command, and what it starts. With `:` Python looks there before its own library."""
-    folder, ran = tmp_path / "typed", tmp_path / "ran"
-    (folder / "folder").mkdir(parents=True)
-    for name in PLANTED:
-        (folder / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
-    environment = {**os.environ, "PYTHONPATH": variable.format(absolute=tmp_path)}
-    script = str(Path(sys.executable).parent / "rlhf")
-    for command in ([script, "status"], [script, "plan", "c.yaml"]):
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == {"status": 0, "plan": 2}[command[1]], done.stderr
-    code = (
-        "import rlhf_cli, os, subprocess, sys; print(os.environ.get('PYTHONPATH')); "
-        "subprocess.run([sys.executable, '-P', '-c', 'import queue, secrets'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == ("None\n" if "{" not in variable else f"{tmp_path}\n")
-    assert not ran.exists(), ran.read_text()
-
-
 def test_a_home_that_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
     environment = {"PYTHONIOENCODING": "ascii"}
     done = outside(tmp_path, "status", "--home", "hé", env=environment, stdout=subprocess.PIPE)
@@ -445,15 +392,6 @@ def test_a_closed_output_is_no_traceback(tmp_path: Path) -> None:
     os.close(write)
     assert done.stderr == ""
     assert done.returncode == 0
-
-
-def test_a_working_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    script = f"cd {folder} && rmdir {folder} && exec {sys.executable} -P -m rlhf_cli.main run c.yaml"
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: the working folder does not exist any more")
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

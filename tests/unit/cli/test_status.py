@@ -1,7 +1,7 @@
 """Behaviours of `rlhf status`:
 
 - a running pipeline, a killed one and a failed one are distinguished
-- damaged files, and runs that are deleted meanwhile, are skipped, and control characters are not printed
+- runs that are deleted meanwhile are skipped, and control characters are not printed
 """
 
 from __future__ import annotations
@@ -37,19 +37,12 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
         "elsewhere": {**run, "state": "running", "error": "", "process": [*ended[:3], "boot", ""]},
         "steers": {**run, "state": "failed", "config": "\x1b]0;owned\x07"},
     }
-    damaged = {
-        "no.json": {},
-        "a list": {**run, "state": "failed", "stages": []},
-        "a text": {**run, "state": "failed", "updated": "x"},
-        "a short process": {**run, "state": "running", "process": [1]},
-        "no number": {**run, "state": "running", "process": [1.5, *own[1:]]},
-    }
     home = Home.of(tmp_path)
-    for name, content in {**states, **damaged}.items():
+    for name, content in {"no.json": {}, **states}.items():
         write_json(home.run(name) / "run.json", content)
     text = status(home)
     assert text.replace("\n", "").isprintable() and "owned" in text
-    assert not [name for name in damaged if f"{name}: " in text]
+    assert "no.json" not in text
     assert "elsewhere: running, " in text
     assert re.search(
         r"lives: running, config a\.yaml\n    finished: data 7\.0 s\n    now, for \d.*: sft, log /logs/", text

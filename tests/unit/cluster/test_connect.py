@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.connect import connect
-from rlhf_core.cluster.environment import rank_environment
+from rlhf_core.cluster.connect import connect, rank_environment
 from rlhf_core.config import PipelineConfig
 
 SUBMITTED = {
@@ -58,9 +57,9 @@ def test_ranks_get_the_environment_of_the_stage(
     config = PipelineConfig.model_validate({"run": {"env": {"NCCL_DEBUG": "INFO"}}})
     # Ray replaces the signal handlers of a main thread only.
     with ThreadPoolExecutor(1) as thread, pytest.raises(Connected):
-        thread.submit(connect, 1, "cpu", config).result()
+        thread.submit(connect, 1, "cpu", config.run).result()
     [job] = job_configs
-    expected = rank_environment(config, "cpu")
+    expected = rank_environment(config.run, "cpu")
     assert expected["PYTHONHASHSEED"] == "0" and expected["NCCL_DEBUG"] == "INFO"
     of_job = {} if submitted is None else {"OF_THE_JOB": "1"}
     assert job.runtime_env["env_vars"] == {**of_job, **expected}

@@ -3,8 +3,6 @@
 - a host that does not answer within the limit is lost with its processes, and is not waited for again
 - a report that comes late is taken, and the host is not lost
 - an error of Ray, such as the death of an agent, names the host
-- the versions of all GPU drivers are reported
-- the more hosts there are, the more rarely each is asked, but often enough to notice the loss of one
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import pytest
 
 from rlhf_core.cluster.agent import Started
 from rlhf_core.cluster.disk_space import Space
-from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes, report_seconds, silent_seconds
+from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError, WorkerDied
@@ -31,11 +29,10 @@ from rlhf_core.testing.cluster import ScriptedCluster, node
 class Agent:
     """Reports one process, at once while `answers`. The other calls do nothing, or raise `error`."""
 
-    def __init__(self, node_id: str, driver: str = "") -> None:
+    def __init__(self, node_id: str) -> None:
         self.error: Exception | None = None
         self.asked = 0
         self._node_id = node_id
-        self._driver = driver
         self._waiting: Future[list[Participant]] | None = None
         self._answers = True
 
@@ -45,7 +42,7 @@ class Agent:
 
     def start(self, _node_id: str, _token: str) -> Started:
         self._fail()
-        return Started(self.host, "machine", self._node_id, self._driver)
+        return Started(self.host, "machine", self._node_id)
 
     def space(self, _copies: object, _checkpoints: str) -> Space:
         return Space(10**12, 0)
@@ -151,20 +148,3 @@ def test_an_error_of_an_agent_names_its_host(
     agents[1].error = StoreError("host host-3, upload: denied")
     with pytest.raises(StoreError, match=r"^host host-3, upload: denied$"):
         nodes.discard("checkpoints/k/step-00000001")
-
-
-def test_gpu_drivers_of_other_hosts_are_reported(tmp_path: Path) -> None:
-    drivers = {"a": "NVIDIA 590", "b": "NVIDIA 580", "c": "", "d": "NVIDIA 590"}
-    nodes = cluster_nodes([Agent(node_id, driver) for node_id, driver in drivers.items()], tmp_path)
-    found: list[str] = []
-    nodes.on_gpu_drivers = found.append
-    nodes._gpu_drivers.clear()  # of this host
-    nodes.join({"1": {}, "c": {}})
-    assert found == []
-    nodes.join({"1": {}, "a": {}, "b": {}, "d": {}})
-    assert found == ["NVIDIA 580, NVIDIA 590"]
-
-
-def test_many_hosts_are_asked_more_rarely() -> None:
-    assert [report_seconds(hosts) for hosts in (1, 10, 125)] == [1.0, 1.0, 12.5]
-    assert [silent_seconds(hosts) for hosts in (1, 100, 125)] == [30.0, 30.0, 37.5]

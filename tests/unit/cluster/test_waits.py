@@ -19,10 +19,10 @@ import pytest
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from rlhf_core.cluster.rpc import FEW, Pending, fetch, receive
+from rlhf_core.engines.sync.transport import SenderGroup
 from rlhf_core.errors import WeightSyncError, WorkerDied, WorkerStuck
 from rlhf_core.ppo.fleet.engine_actor import RayEngineClient
-from rlhf_core.testing.actors import LocalObjects, local_actor
-from rlhf_core.weight_sync.sender_group import SenderGroup
+from rlhf_core.testing.cluster import LocalObjects, local_actor
 
 
 class Evicting(LocalObjects):

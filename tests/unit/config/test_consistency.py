@@ -26,52 +26,14 @@ PROFILES = sorted((Path(__file__).resolve().parents[3] / "deployments" / "config
 TARGET = {"target": 6.0}
 BF16: dict[str, Any] = {"policy_deepspeed": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}
 # What is set, words of the warning, and the change that mends it.
-LONG = {"steps": 195, "prompts_per_step": 128, "critic_warmup_steps": 0}
 DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
     (
         {"kl": {"estimator": "k3"}},
-        ("ppo.kl.estimator: k3 in the reward", "wrong sign"),
+        ("ppo.kl.estimator: k3 in the reward", "for k1"),
         {"kl": {"estimator": "k1"}},
     ),
     ({"kl": {"estimator": "k2"}}, ("ppo.kl.estimator: k2",), {"kl": {"estimator": "k2", "place": "loss"}}),
     ({"kl": {"estimator": "abs"}}, ("ppo.kl.estimator: abs",), {"kl": {}}),
-    ({"kl": {"horizon": 500}}, ("ppo.kl.horizon: 500 has no effect",), {"kl": TARGET | {"horizon": 500}}),
-    (
-        # The review's proof: 195 steps of 128 responses take a coefficient of 0.05 to 0.082 at most.
-        LONG | {"kl": TARGET | {"horizon": 10000}},
-        ("ppo.kl.horizon: 10000 responses", "a factor of 1.65 at most in 195 steps", "leave it out (2560)"),
-        LONG | {"kl": TARGET},
-    ),
-    (
-        {"kl": TARGET, "max_kl": 200.0},
-        ("ppo.max_kl: 200 is far above", "leave it out (30)"),
-        {"kl": TARGET, "max_kl": 60.0},
-    ),
-    (
-        {"critic_warmup_steps": 5, "steps": 200, "critic": {"warmup_ratio": 0.05}},
-        ("ppo.critic.warmup_ratio: 0.05", "over 40 optimizer steps", "only 20", "set it to 0"),
-        {"critic_warmup_steps": 5, "steps": 200},
-    ),
-    (
-        {"critic_warmup_max_steps": 50, "critic": {"warmup_ratio": 0.2}},
-        ("ppo.critic.warmup_ratio: 0.2", "(ppo.critic_warmup_max_steps) has at most 200", "set it to 0"),
-        {"critic_warmup_max_steps": 50},
-    ),
-    (
-        {"critic_warmup_max_steps": 99},
-        ("ppo.critic_warmup_max_steps: 99 of 100 steps", "in no more than 1;", "lower it"),
-        {"critic_warmup_max_steps": 50},
-    ),
-    (
-        {"critic_warmup_steps": 51},
-        ("ppo.critic_warmup_steps: 51 of 100 steps", "lower it"),
-        {"critic_warmup_steps": 50},
-    ),
-    (
-        {"critic_warmup_max_steps": 40, "kl": TARGET},
-        ("ppo.kl.horizon: 1280", "in 60 steps", "after the longest warm-up", "use more steps, or leave the"),
-        {"critic_warmup_max_steps": 20, "kl": TARGET},
-    ),
     (
         {"steps": 10, "publish": "average", "ema_decay": 0.99999},
         ("ppo.ema_decay: 0.99999", "a weight of 1 in", "makes 40 optimizer steps", "use at most 0.94406"),
@@ -124,44 +86,9 @@ DOUBTFUL: list[tuple[dict[str, Any], tuple[str, ...], dict[str, Any]]] = [
         {"guards": {"blind_critic": "stop"}},
     ),
     (
-        {"steps": 30, "critic_warmup_steps": 11, "guards": {"blind_critic": "stop"}},
-        ("ppo.guard_limits.blind_critic: 20 steps", "there are 19", "lower it"),
-        {"steps": 30, "critic_warmup_steps": 10, "guards": {"blind_critic": "stop"}},
-    ),
-    (
-        {"steps": 4, "guard_patience": 4},
-        ("ppo.guard_patience: 4 steps", "ppo.steps is 4", "lower it"),
-        {"steps": 4, "guard_patience": 3},
-    ),
-    (
-        {"steps": 5, "staleness": 4},
-        ("ppo.staleness is 4", "the first 5 steps", "no response is of a trained policy", "lower it"),
-        {"steps": 6, "staleness": 4},
-    ),
-    (
         {"rewards": [{"type": "relevance", "weight": 0}]},
         ("ppo.rewards: all weights are 0", "give a source a weight"),
         {"rewards": [{"type": "relevance", "weight": 0}, {"type": "repetition", "weight": 1}]},
-    ),
-    (
-        {"kl": TARGET, "publish_max_kl": 6.0},
-        ("ppo.publish_max_kl: 6 is not above ppo.kl.target (6)", "raise it"),
-        {"kl": TARGET, "publish_max_kl": 7.0},
-    ),
-    (
-        {"publish": "best", "kl": {"coef": 0.0}, "rewards": [{"type": "relevance"}]},
-        ("ppo.publish is best, but ppo.kl.coef is 0", "set one of them"),
-        {"publish": "best", "kl": {"coef": 0.0}, "rewards": [{"type": "relevance"}], "publish_max_kl": 30.0},
-    ),
-    (
-        {"evaluate_every": 4, "checkpoint_every": 10},
-        ("ppo.checkpoint_every is 10", "a multiple of ppo.evaluate_every"),
-        {"evaluate_every": 5, "checkpoint_every": 10},
-    ),
-    (
-        {"checkpoint_every": 25},  # steps: 100, an evaluation every 10
-        ("ppo.checkpoint_every is 25", "evaluated every 10 steps", "or leave it out"),
-        {"evaluate_every": 4},
     ),
     (
         {"max_new_tokens": 65},
@@ -201,50 +128,18 @@ def test_a_doubtful_setting_is_one_warning_and_mended_none(
     ("tree", "words"),
     [
         ({"evaluate": {"temperature": 0.5}}, ("evaluate.temperature is 0.5", "ppo.temperature=1")),
-        ({"data": {"eval_fraction": 0.6}}, ("data.eval_fraction is 0.6", "0.1 is usual")),
         (
             {"ppo": {"publish": "best", "evaluate_prompts": 20}, "evaluate": {"prompts": 100}},
             ("ppo.publish is best", "add reward.judge={}"),
         ),
-        (
-            {"ppo": {"stop_patience": 3, "evaluate_prompts": 71}},
-            ("at most 120 prompts", "so 71 or more of those", "199 held-out prompts are enough"),
-        ),
-        (
-            {
-                "ppo": {"stop_patience": 3},
-                "data": {**GENERATED, "prompts": [{"path": "x.jsonl"}], "max_eval": 177},
-            },
-            ("at most 177 prompts", "so 79 or more of those"),
-        ),
-        (
-            {"ppo": {"stop_patience": 3, "evaluate_prompts": 64}, "register": {"min_prompts": 57}},
-            ("64 of at most 120 held-out prompts", "so 56 judge it", "hold out 121"),
-        ),
-        (
-            {"data": {"synthetic": {"prompts": 490}}},
-            ("about 49 prompts are held out", "register.min_prompts (50)"),
-        ),
         ({"evaluate": {"judge": "reward_model"}}, ("evaluate.judge is the reward", "use reward.judge={}")),
         ({"evaluate": {"prompts": 49}}, ("evaluate.prompts: 49", "register.min_prompts (50)")),
-        (
-            {"register": {"min_win_rate": 0.55}, "evaluate": {"prompts": 2048}},
-            ("a win rate of 0.55", "rarely found with 512", "need about 1432"),
-        ),
-        (
-            {"register": {"min_win_rate": 0.6}},
-            ("a win rate of 0.6", "rarely found with 128", "need about 357"),
-        ),
         ({"data": {"max_eval": 49}}, ("data.max_eval: 49", "register.min_prompts (50)")),
     ],
 )
 def test_plan_and_run_show_warnings_of_other_sections(tree: dict[str, Any], words: tuple[str, ...]) -> None:
     (warning,) = unusual_settings(config_from_tree({"run": {"device": "cpu"}, **tree}, "test"))
     assert all(word in warning for word in words), warning
-
-
-def test_the_default_patience_of_the_guards_is_no_warning() -> None:
-    assert warnings_of({"steps": 3}) == []
 
 
 @pytest.mark.parametrize(
@@ -300,10 +195,6 @@ def test_a_grader_is_not_measured_without_pairs_of_people(
     found = [text for text in unusual_settings(config) if "ppo.rewards: the agreement of m with" in text]
     assert len(found) == warned
     assert not any(isinstance(finding, ConfigError) for finding in check_consistency(config))
-
-
-def test_a_run_of_many_steps_can_be_checked() -> None:
-    assert warnings_of({"kl": TARGET, "steps": 80_000}) == []
 
 
 def test_rules_may_score_responses_of_any_length() -> None:
@@ -363,13 +254,6 @@ def test_checkpoints_have_scores_by_default() -> None:
     assert found == [1, 10, 10, 15, 20, 100]
 
 
-def test_the_default_interval_is_warned_of_where_it_is_not_in_line() -> None:
-    (warning,) = warnings_of({"evaluate_every": 97})
-    assert "ppo.checkpoint_every is 10, but the policy is evaluated every 97 steps" in warning
-    assert "leave it out" not in warning
-    assert warnings_of({"evaluate_every": 97, "checkpoint_every": 97}) == []
-
-
 def test_default_intervals_are_multiples_of_the_steps_between_syncs() -> None:
     assert [ppo(steps=50, staleness=n).evaluation_interval for n in (0, 1, 3, 16)] == [5, 5, 6, 16]
     assert [checkpoint_interval(None, *each) for each in ((None, 3), (6, 3), (20, 4), (16, 16))] == [
@@ -378,12 +262,6 @@ def test_default_intervals_are_multiples_of_the_steps_between_syncs() -> None:
         20,
         16,
     ]
-    for chosen in ({"evaluate_every": 4}, {"checkpoint_every": 4, "evaluate_every": 0}):
-        warned = [
-            list(unusual_settings(config_from_tree({"ppo": {"staleness": n} | chosen}, "t")))
-            for n in (1, 2, 3)
-        ]
-        assert ["synced every 3 steps" in " ".join(each) for each in warned] == [False, False, True]
 
 
 def test_a_cut_response_pays_where_a_reward_model_scores_it() -> None:

@@ -24,7 +24,7 @@ from rlhf_core.config.base import Section, result
 from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, is_section, locate, variants
-from rlhf_core.config.resources import ResourcesConfig
+from rlhf_core.config.pipeline import ResourcesConfig
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data, with_demo_data
@@ -353,10 +353,10 @@ def test_a_source_that_a_key_leaves_out_is_in_the_key_of_an_input() -> None:
 
 def test_later_field_is_in_the_key_only_with_another_value() -> None:
     class Old(Section):
-        rate: float = result(0.5, "A rate")
+        rate: float = result(0.5)
 
     class New(Old):
-        patience: int = result(3, "A field that was added", later=True)
+        patience: int = result(3, later=True)
 
     assert keys.result_settings(New()) == keys.result_settings(Old()) == {"rate": 0.5}
     assert keys.result_settings(New(patience=4)) == {"rate": 0.5, "patience": 4}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.limits import DEMO_LIMITS, GivenLimits, Limits, fitted_limits, never_ends
+from rlhf_core.config.data import DEMO_LIMITS, GivenLimits, Limits, fitted_limits, never_ends
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
 

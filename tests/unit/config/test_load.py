@@ -98,11 +98,6 @@ def test_override_does_not_change_aliases() -> None:
     assert (config.sft.deepspeed.ranks, config.reward.deepspeed.ranks) == (2, 4)
 
 
-def test_anchor_may_be_defined_again() -> None:
-    tree = parse(b"a: &x 1\nb: *x\nc: &x [2]\nd: *x\n", "f").tree
-    assert tree == {"a": 1, "b": 1, "c": [2], "d": [2]}
-
-
 def test_override_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"override .*: is not UTF-8 text"):
         config_from_tree({}, overrides=["run.home=\udc80"])

@@ -169,10 +169,11 @@ def test_the_model_is_fetched_before_the_ranks_start(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr(launch, "run_ranks", ranks)
-    for name in ("model_state", "model_digests", "require_unchanged"):
-        monkeypatch.setattr(f"rlhf_core.data.sources.{name}", lambda *_: {})
+    for name in ("model_digest", "require_unchanged"):
+        monkeypatch.setattr(f"rlhf_core.stages.training.{name}", lambda *_: "")
     config: Any = SimpleNamespace(
         model=SimpleNamespace(path=path, revision=COMMIT),
+        reward=SimpleNamespace(judge=None),
         run=SimpleNamespace(device="cpu", timeouts=None),
         sft=SimpleNamespace(deepspeed=SimpleNamespace(ranks=1, hpz=1), threads=None),
     )

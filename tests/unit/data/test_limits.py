@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlhf_core.data.limits import ends_within
+from rlhf_core.data.rendering import ends_within
 
 
 def test_a_function_that_ends_is_recognised() -> None:

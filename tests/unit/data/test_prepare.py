@@ -38,7 +38,7 @@ from rlhf_core.data.card import _sources as card_sources
 from rlhf_core.data.card import card_markdown, limits_of, overlap, sources_of_models
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import EncodedRecord, held_out, split_key, split_position
-from rlhf_core.data.prepare import prepare
+from rlhf_core.data.prepare import _too_few_held_out, prepare
 from rlhf_core.data.sources import source_digests
 from rlhf_core.data.tokenizer import TINY_TEMPLATE
 from rlhf_core.errors import DataError, InputError
@@ -682,6 +682,21 @@ def test_too_few_held_out_prompts_are_reported_before_training(
 
     assert warned(20)
     assert not warned(20, min_prompts=1)
+
+
+@pytest.mark.parametrize(
+    ("ppo", "least", "words"),
+    [
+        ({"evaluate_prompts": 71}, 50, ("so 71 or more of those", "199 held-out prompts are enough")),
+        ({"evaluate_prompts": 64}, 57, ("64 of 120 held-out prompts", "so 56 judge it", "hold out 121")),
+    ],
+)
+def test_prompts_that_choose_the_policy_and_judge_it_are_reported(
+    ppo: dict[str, int], least: int, words: tuple[str, ...]
+) -> None:
+    config = configure(ppo={"stop_patience": 3, **ppo}, register={"min_prompts": least})
+    (warning,) = _too_few_held_out(config, 120)
+    assert all(word in warning for word in words), warning
 
 
 def test_nothing_is_made_of_data_that_are_not_those_of_the_stages_key(tmp_path: Path) -> None:

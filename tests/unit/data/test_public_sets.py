@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.data import SetName, Source
-from rlhf_core.config.limits import Limits
+from rlhf_core.config.data import Limits, SetName, Source
 from rlhf_core.data.examples import encode_record, to_record
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import field_value

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.data import SetName
-from rlhf_core.config.limits import Limits
+from rlhf_core.config.data import Limits, SetName
 from rlhf_core.data.card import _other_fields, card_markdown
 from rlhf_core.data.examples import (
     MARKED_BAD,

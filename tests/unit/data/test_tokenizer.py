@@ -250,19 +250,6 @@ def test_a_tokenizer_equals_its_file_whatever_class_the_folder_names(
         assert loaded.decode(ids) == digits_apart.decode(ids)
 
 
-def test_another_tokenizer_of_the_class_is_named(
-    tmp_path: Path, digits_apart: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = write_folder(tmp_path / "m", digits_apart, "llama", "LlamaTokenizerFast", eos_token="<eos>")
-    with caplog.at_level(logging.WARNING):
-        load_tokenizer(str(folder))
-    assert "the class LlamaTokenizer, which transformers chooses" in caplog.text
-    caplog.clear()
-    plain = write_folder(tmp_path / "n", digits_apart, "llama", "PreTrainedTokenizerFast", eos_token="<eos>")
-    load_tokenizer(str(plain))
-    assert "transformers chooses" not in caplog.text
-
-
 def test_special_tokens_that_only_the_class_names_are_kept(tmp_path: Path) -> None:
     """As in the folder of gpt2, whose files name no EOS."""
     tokenizer = train_tokenizer(TEXTS, 600)

@@ -1,4 +1,4 @@
-"""Log-probabilities that are taken from the scheduler that vLLM uses on GPUs (`sampled_logprobs`).
+"""Log-probabilities that are taken from the scheduler that vLLM uses on GPUs (`take_logprobs`).
 
 It schedules a step before it has read the tokens of the one before; on CPUs vLLM has another one. Scheduler,
 requests and outputs are vLLM's own, and the model is scripted: a token alone determines its number.
@@ -28,7 +28,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rlhf_core.engines.sampled_logprobs import take_logprobs
+from rlhf_core.engines.vllm import take_logprobs
 from tests.support.tiny_llama import save_tiny_llama
 
 BLOCK, BLOCKS = 16, 9

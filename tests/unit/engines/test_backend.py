@@ -71,6 +71,6 @@ def test_weights_reach_engines_on_gpus_without_nccl(
     colocate: str, nccl: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ppo = SimpleNamespace(weight_sync=SimpleNamespace(backend="auto"), colocate=colocate)
-    fleet: Any = SimpleNamespace(_config=SimpleNamespace(ppo=ppo), _device="cuda")
+    fleet: Any = SimpleNamespace(settings=SimpleNamespace(ppo=ppo), _device="cuda")
     with build(monkeypatch, "cuda", nccl):
         assert Fleet.sync_backend.__get__(fleet) == backend

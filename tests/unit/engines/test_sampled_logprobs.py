@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.engines.sampled_logprobs import take_logprobs
+from rlhf_core.engines.vllm import take_logprobs
 
 
 class ScriptedScheduler:

@@ -1,7 +1,7 @@
 """What vLLM is asked for; vLLM is scripted here.
 
 - an engine starts its own processes, also under Ray: none where it has one device, one each where it has more
-- log-probabilities are taken from an engine in this process (`sampled_logprobs`)
+- log-probabilities are taken from an engine in this process (`take_logprobs`)
 - on the CPU no sequence is computed in parts, whatever its length: vLLM cannot take back what a seeded
   request drew there
 - on a GPU, vLLM does not look for a sampler that our requests cannot use, and float32 is not rounded to TF32;

@@ -18,12 +18,11 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.evaluation.chosen_answers import (
     by_score,
-    chosen_metrics,
     compare_with_chosen,
     load_chosen,
     prompts_to_answer,
 )
-from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.evaluation.summary import Intervals, interval_metrics
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 
 TEXTS = [f"Tell me about a small {subject} in the garden." for subject in ("fox", "cat", "dog", "bear")]
@@ -50,12 +49,10 @@ def test_each_model_is_compared_with_the_chosen_answers() -> None:
     found = compare_with_chosen(PAIRS, responses, str, by_score(score), Intervals(config_of()))
     assert found is not None and found["prompts"] == 4
     # SFT: one win and one tie of four; PPO: three wins.
-    means = {model: interval["mean"] for model, interval in found["win_rate"].items()}
-    assert means == {"sft": 0.375, "ppo": 0.75, "difference": 0.375}
-    metrics = chosen_metrics(found)
-    assert metrics["win_rate_over_chosen/ppo/mean"] == 0.75
-    assert metrics["win_rate_over_chosen/difference/low"] == found["win_rate"]["difference"]["low"]
-    assert "win_rate_over_chosen_length_controlled/sft/high" in metrics
+    rates, difference = found["win_rate"], found["win_rate"]["difference"]["ppo"]
+    assert (rates["sft"]["mean"], rates["ppo"]["mean"], difference["mean"]) == (0.375, 0.75, 0.375)
+    metrics = interval_metrics("chosen", rates)
+    assert metrics["chosen/ppo/mean"] == 0.75 and metrics["chosen/difference/low"] == difference["low"]
 
 
 def test_dpo_is_compared_too() -> None:
@@ -73,7 +70,7 @@ def test_the_difference_is_paired() -> None:
         PAIRS, {"sft": same, "ppo": same}, str, by_score(score), Intervals(config_of())
     )
     assert found is not None
-    assert found["win_rate"]["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert found["win_rate"]["difference"]["ppo"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert found["win_rate"]["ppo"]["low"] < found["win_rate"]["ppo"]["high"]
 
 

@@ -24,7 +24,7 @@ def test_interval_of_the_difference_is_paired() -> None:
     interval = Intervals(config_of(evaluate={"bootstrap": 500}))
     sft = [float(i) for i in range(40)]
     found = interval.by_model("gold", {"sft": sft, "ppo": [value + 1.0 for value in sft]})
-    assert found["difference"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+    assert found["difference"]["ppo"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     assert found["ppo"]["low"] < found["sft"]["high"]
 
 

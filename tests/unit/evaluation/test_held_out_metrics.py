@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role
@@ -23,7 +24,6 @@ from rlhf_core.ppo.training.batch import ModelScores, RolloutColumns, row_column
 from rlhf_core.ppo.watching.selection import HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.seeds import derive_seed
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, RewardInput

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhf_core.evaluation.length_control import length_controlled
+from rlhf_core.evaluation.statistics import length_controlled
 
 
 def test_it_is_the_maximum_of_the_likelihood() -> None:

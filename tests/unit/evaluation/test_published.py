@@ -31,7 +31,6 @@ from rlhf_core.evaluation.scoring import ResponseScorer
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, merged, save_adapter
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.scoring import sequence_logprobs, single_process_batches
-from rlhf_core.pipeline import StageName
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.ranks import RayCall, scripted_ranks
@@ -195,8 +194,9 @@ class SharedFolders:
         self.folders: list[Path] = []
         self.have_left = False
         self.copies: Mapping[str, int] = {}
-        self.stages: Collection[StageName] = ()
         self.stored: Mapping[Path, str] = {}
+
+    def check(self) -> None: ...
 
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None: ...
 

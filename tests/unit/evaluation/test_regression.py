@@ -26,10 +26,9 @@ from rlhf_core.data.dataset import write
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.policy_results import regression_of
-from rlhf_core.evaluation.regression import compare_on_sets, load_sets, prepare_sets, regression_metrics
+from rlhf_core.evaluation.regression import compare_on_sets, load_sets, prepare_sets
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences
-from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.evaluation.summary import Intervals, interval_metrics
 from rlhf_core.pipeline import STAGES
 from rlhf_core.preflight import check
 from rlhf_core.run.external_inputs import external_digests
@@ -86,13 +85,15 @@ def test_a_set_falls_if_the_lower_bound_reaches_the_margin(
     responses = {"sft": {"sums": answers(30)}, "ppo": {"sums": answers(ours)}}
     found = compare_on_sets(config, responses, "sft", {}, Intervals(config))
     assert found["sums"]["sft"]["mean"] == 0.75 and found["sums"]["ppo"]["mean"] == ours / 40
-    assert found["sums"]["difference"]["mean"] == pytest.approx((ours - 30) / 40)
-    names = failed_sets(regression_differences(found))
+    difference = found["sums"]["difference"]["ppo"]
+    assert difference["mean"] == pytest.approx((ours - 30) / 40)
+    names = failed_sets(regression_differences(found, "ppo"))
     assert bool(names) == falls
     if falls:
         assert names[0].startswith("sums -0.100 [-0.2") and names[0].endswith("(margin 0.1)")
-    metrics = regression_metrics(found)
-    assert metrics["regression/sums/difference/mean"] == found["sums"]["difference"]["mean"]
+    metrics = interval_metrics("sums", found["sums"])
+    assert metrics["sums/difference/mean"] == difference["mean"]
+    assert {name.split("/")[1] for name in metrics} == {"sft", "ppo", "difference"}
 
 
 def small_sets(config: PipelineConfig) -> list[str]:
@@ -124,15 +125,15 @@ def test_the_policy_of_dpo_has_a_column_and_a_difference_of_its_own(tmp_path: Pa
     three = compare_on_sets(
         config, {**responses, "dpo": {"sums": answers(24)}}, "sft", {}, Intervals(config)
     )["sums"]
+    own, difference = two.pop("difference"), three["difference"]
     assert {name: three[name] for name in two} == two, "the results of PPO's policy do not change"
-    assert set(three) - set(two) == {"dpo", "difference_dpo"}
-    assert three["dpo"]["mean"] == 24 / 40 and three["difference_dpo"]["mean"] == pytest.approx(-6 / 40)
+    assert difference["ppo"] == own["ppo"] and set(difference) == {"ppo", "dpo"}
+    assert three["dpo"]["mean"] == 24 / 40 and difference["dpo"]["mean"] == pytest.approx(-6 / 40)
     fallen = {}
     for model in ("ppo", "dpo"):
-        fallen[model] = failed_sets(regression_differences(regression_of({"sums": three}, model)))
+        fallen[model] = failed_sets(regression_differences({"sums": three}, model))
     assert not fallen["ppo"] and fallen["dpo"][0].startswith("sums -0.150")
-    metrics = regression_metrics({"sums": three})
-    assert metrics["regression/sums/difference_dpo/low"] == three["difference_dpo"]["low"]
+    assert interval_metrics("sums", three)["sums/difference_dpo/low"] == difference["dpo"]["low"]
 
 
 def test_the_artifact_has_the_prompts_of_each_set(

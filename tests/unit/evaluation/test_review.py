@@ -16,6 +16,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -36,7 +37,7 @@ from rlhf_core.evaluation.review import (
 )
 from rlhf_core.evaluation.statistics import wilson, win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, parse_votes, voters
-from rlhf_core.ops.review.page import agreement_of_people, count_votes, preference_rows, render_page
+from rlhf_core.ops.review.page import agreement_of_people, agreement_with_judge, preference_rows, render_page
 from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE
 
@@ -106,11 +107,9 @@ def test_votes_count_for_the_model_that_wrote_the_answer() -> None:
     choices[6:8] = ["tie", None]
     file = parsed(choices)
     votes = read_votes(file, PAIRS)
-    result = count_votes(votes, confidence=0.95)
     assert file.saved == 1 and len(votes) == 39
-    assert (result.verdicts.wins, result.verdicts.losses, result.verdicts.ties) == (37, 1, 1)
-    assert result.win_rate.mean == pytest.approx(37.5 / 39) and result.win_rate.low < result.win_rate.mean
-    assert result.judge_agreement == pytest.approx(37.5 / 39)  # the judge prefers the policy everywhere
+    assert Counter(vote.preference for vote in votes) == {1.0: 37, 0.0: 1, 0.5: 1}
+    assert agreement_with_judge(votes) == pytest.approx(37.5 / 39)  # the judge prefers the policy everywhere
     rows = preference_rows(votes)
     assert len(rows) == 38 and sum(row["chosen"].startswith("right") for row in rows) == 37
     lost = PAIRS[5].sample
@@ -126,7 +125,7 @@ def test_the_policy_of_dpo_has_a_page_of_its_own(tmp_path: Path) -> None:
     assert page_digest(ppo) != page_digest(dpo)
     assert all(other in (pair.first, pair.second) for pair in dpo if (other := pair.sample["dpo"]))
     votes = [Vote(pair, 1.0) for pair in dpo]
-    assert count_votes(votes, confidence=0.95).judge_agreement == 0.0
+    assert agreement_with_judge(votes) == 0.0
     assert all(row["chosen"].startswith("other") for row in preference_rows(votes))
     # Without PPO, and in a match, where earlier releases named every policy `ppo`.
     others = [{name: value for name, value in row.items() if name not in ("ppo", "winner")} for row in rows]
@@ -137,7 +136,7 @@ def test_the_policy_of_dpo_has_a_page_of_its_own(tmp_path: Path) -> None:
         match = [{"prompt": "p", "champion": "old", name: f"new {i}", "winner": name} for i in range(4)]
         file.write_text("".join(json.dumps(row) + "\n" for row in match))
         votes = [Vote(pair, 1.0) for pair in load_blind_pairs(file, "champion", "dpo")]
-        assert count_votes(votes, confidence=0.95).judge_agreement == 1.0
+        assert agreement_with_judge(votes) == 1.0
         assert all(row["chosen"].startswith("new") for row in preference_rows(votes))
     file.write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
     with pytest.raises(CorruptArtifact, match="no samples of DPO's policy"):
@@ -194,11 +193,6 @@ def test_a_person_is_known_by_session_and_name() -> None:
     unnamed = parsed(few, session="c", saved=1)
     assert newest_files([again, other, unnamed]) == [other]
     assert len(set(voters([again, other, unnamed]).values())) == 1
-    # Through the session `c`, Ann's file of another session and Bob's of a third one belong together.
-    elsewhere = parsed(few, session="d", person="bob", saved=5)
-    for files in ([early, named, again, other, elsewhere], [elsewhere, early, named, other, again]):
-        keys = voters(files)
-        assert len(set(keys.values())) == 2 and keys[named.digest] == keys[elsewhere.digest]
     found = win_rate_by_people([again, other], PAIRS, confidence=0.95)
     assert found is not None and found["votes"] == 2, "one list of votes is no second person"
 
@@ -212,7 +206,6 @@ def test_few_votes_without_a_loss_do_not_pass_a_margin(wins: int, ties: int) -> 
     found = win_rate_by_people([parsed(choices)], PAIRS, confidence=0.95)
     assert found is not None and found["mean"] == pytest.approx((wins + ties / 2) / (wins + ties))
     assert found["low"] < 0.4 and Gate(0.5, votes_margin=0.1).lost(found)
-    assert count_votes(read_votes(parsed(choices), PAIRS), confidence=0.95).win_rate.low == found["low"]
 
 
 def test_votes_on_related_prompts_count_once() -> None:
@@ -225,7 +218,6 @@ def test_votes_on_related_prompts_count_once() -> None:
     found = win_rate_by_people([file], pairs, confidence=0.95)
     assert found is not None and (found["mean"], found["pairs"]) == (1.0, len(pairs))
     assert found["low"] == wilson(1.0, 2, 0.95).low
-    assert count_votes(read_votes(file, pairs), confidence=0.95).win_rate.low == found["low"]
 
 
 def test_only_a_loss_of_every_pair_fails_the_largest_margin_of_votes() -> None:
@@ -244,8 +236,7 @@ def test_the_opponent_can_be_the_champion() -> None:
     votes = ["2" if pair.policy_first else "1" for pair in pairs]
     content = {"format": "rlhf-review-1", "page": page_digest(pairs), "saved": 1, "votes": votes}
     read = read_votes(parse_votes(json.dumps(content), "--votes"), pairs)
-    result = count_votes(read, confidence=0.95)
-    assert (result.win_rate.mean, result.judge_agreement) == (0.0, 1.0)
+    assert {vote.preference for vote in read} == {0.0} and agreement_with_judge(read) == 1.0
     assert {row["chosen"] for row in preference_rows(read)} == {"before"}
 
 

@@ -94,9 +94,9 @@ def with_rule(tmp_path: Path, **fields: Any) -> PipelineConfig:
 
 def test_digest_of_rules_covers_code_and_result_settings(tmp_path: Path) -> None:
     def digest(code: str, **fields: Any) -> str:
-        return judge_digests(with_rule(tmp_path, **fields), gold_known=False, reward_code={"rule": code})[
-            "rules"
-        ]
+        config = with_rule(tmp_path, **fields)
+        found = judge_digests(config, gold_known=False, reward_code={"rule": code}, inputs={})
+        return found["rules"]
 
     assert digest("a") == digest("a", timeout=7.0, retries=1)
     assert len({digest("a"), digest("b"), digest("a", weight=2.0)}) == 3

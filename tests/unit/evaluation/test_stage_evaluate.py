@@ -30,8 +30,7 @@ import pytest
 from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError, GateFailed
-from rlhf_core.evaluation.length_control import length_controlled
-from rlhf_core.evaluation.statistics import wilson
+from rlhf_core.evaluation.statistics import length_controlled, wilson
 from rlhf_core.stages import evaluate
 from rlhf_core.system.files import write_json
 from rlhf_core.testing import RecordingMetrics, stage_context
@@ -123,17 +122,23 @@ def read(context: StageContext) -> dict[str, Any]:
     return document
 
 
+def table(numbers: dict[str, Any], policy: str = "ppo") -> dict[str, Any]:
+    found: dict[str, Any] = numbers["policies"][policy]
+    return found
+
+
 def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context: StageContext) -> None:
     result = evaluate.run(config_of(), context)
     found = read(context)
     gold = [gold_reward(p, answer("policy", p), True) for p in PROMPTS[:6]]
     assert found["gold_reward"]["ppo"]["mean"] == pytest.approx(sum(gold) / 6)
     # All six won: Wilson's interval, 1 / (1 + 1.96^2 / 6)
-    assert found["win_rate"] == {"mean": 1.0, "low": pytest.approx(0.6097, abs=1e-4), "high": 1.0}
-    assert found["verdicts"] == {"wins": 6, "losses": 0, "ties": 0} and found["judge_trained_on"] is False
+    own = table(found)
+    assert own["win_rate"] == {"mean": 1.0, "low": pytest.approx(0.6097, abs=1e-4), "high": 1.0}
+    assert own["verdicts"] == {"wins": 6, "losses": 0, "ties": 0} and own["judge_trained_on"] is False
     assert (found["judge"], found["inconsistent"], found["prompts"]) == ("gold", 0.0, 6)
-    assert found["kl"] == pytest.approx(fmean(log_ratio("policy", p) for p in PROMPTS[:6]), rel=1e-4)
-    assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0} and found["eos_rate_difference"]["low"] == 1.0
+    assert own["kl"]["mean"] == pytest.approx(fmean(log_ratio("policy", p) for p in PROMPTS[:6]), rel=1e-4)
+    assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0} and own["eos_rate_difference"]["low"] == 1.0
     assert found["over_chosen"] is None  # there are no pairs
     assert found["lengths"]["sft"]["mean"] == 5.0
     assert set(found["rules"]) == {"length", "well_formed"}
@@ -194,8 +199,8 @@ def test_regression_sets_are_in_report_metrics_and_facts(
     item = {"name": "words", "path": str(file), "reward": {"type": "format", "pattern": pattern}}
     result = evaluate.run(config_of(evaluate={"prompts": 6, "bootstrap": 200, "regression": [item]}), context)
     found = read(context)["regression"]["words"]
-    assert found["difference"]["mean"] == result.metrics["regression/words/difference/mean"]
-    assert found["difference"]["mean"] == (-1.0 if fell else 1.0) and found["prompts"] == len(PROMPTS)
+    assert found["difference"]["ppo"]["mean"] == result.metrics["regression/words/difference/mean"]
+    assert found["difference"]["ppo"]["mean"] == (-1.0 if fell else 1.0) and found["prompts"] == len(PROMPTS)
     page = (context.output / "report.html").read_text()
     assert ("because regression sets failed: words" in page) == fell
     assert result.attributes.get("fallen", "").startswith("words -1.000") == fell
@@ -214,8 +219,9 @@ def test_related_prompts_and_several_answers_count_once(
     alone = evaluated()
     twice = evaluated(evaluate={"prompts": 6, "bootstrap": 200, "samples": 4, "answers_per_prompt": 2})
     # The scripted engines give the same answer again.
-    for name in ("win_rate", "verdicts", "prompts"):
-        assert twice[name] == alone[name], name
+    for name in ("win_rate", "verdicts"):
+        assert table(twice)[name] == table(alone)[name], name
+    assert twice["prompts"] == alone["prompts"]
     assert twice["answers_per_prompt"] == 2 and "answers_per_prompt" not in alone
     assert twice["gold_reward"]["ppo"]["mean"] == pytest.approx(alone["gold_reward"]["ppo"]["mean"])
     rows = [json.loads(line) for line in (context.output / "samples.jsonl").read_text().splitlines()]
@@ -229,8 +235,8 @@ def test_related_prompts_and_several_answers_count_once(
 
     monkeypatch.setattr(evaluate, "load_prompts", grouped)
     found = evaluated()
-    assert found["verdicts"] == {"wins": 3, "losses": 0, "ties": 0} and found["prompts"] == 6
-    assert found["win_rate"] == wilson(1.0, 3, 0.95).to_json()
+    assert table(found)["verdicts"] == {"wins": 3, "losses": 0, "ties": 0} and found["prompts"] == 6
+    assert table(found)["win_rate"] == wilson(1.0, 3, 0.95).to_json()
     assert "3 groups of 6 held-out prompts" in (context.output / "report.html").read_text()
 
 
@@ -243,9 +249,10 @@ def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext
         gold = [gold_reward(p, answer("policy", p), True) for p in PROMPTS[first:6:2]]
         assert numbers["gold_reward"]["ppo"]["mean"] == pytest.approx(sum(gold) / 3)
         ratios = [log_ratio("policy", p) for p in PROMPTS[first:6:2]]
-        assert numbers["kl"] == pytest.approx(sum(ratios) / 3, rel=1e-4)
-        assert numbers["win_rate"]["mean"] == 1.0 and set(numbers["rules"]) == {"length", "well_formed"}
-    assert result.metrics["by_source/org/b/kl"] == sources["org/b"]["kl"]
+        assert table(numbers)["kl"]["mean"] == pytest.approx(sum(ratios) / 3, rel=1e-4)
+        assert table(numbers)["win_rate"]["mean"] == 1.0
+        assert set(numbers["rules"]) == {"length", "well_formed"}
+    assert result.metrics["by_source/org/b/kl"] == table(sources["org/b"])["kl"]["mean"]
     assert result.metrics["by_source/a.jsonl/prompts"] == 3
 
 
@@ -262,7 +269,7 @@ def test_failures_of_a_source_with_weight_0_exclude_no_prompt(
     watched = {"type": "python", "function": "watched:f", "file": str(file), "weight": 0, "retries": 0}
     evaluate.run(config_of([*RULES, watched | {"name": "watched"}]), context)
     found = read(context)
-    assert found["prompts"] == 6 and found["unscored"] == 0 and found["verdicts"]["wins"] == 6
+    assert found["prompts"] == 6 and found["unscored"] == 0 and table(found)["verdicts"]["wins"] == 6
     assert set(found["rules"]) == {"length", "well_formed"} | ({"watched"} if known else set())
     if known:
         assert found["rules"]["watched"]["ppo"]["mean"] == 1.0
@@ -291,7 +298,7 @@ def test_batch_normalised_rules_use_one_batch_for_both_models(scripted: Any, con
     # well-formed: 0.75 for the SFT model (never ended), 1 for the policy; as one batch -1 and +1
     assert row["scores"]["sft"]["rules"] == pytest.approx(-1.0, abs=1e-6)
     assert row["scores"]["ppo"]["rules"] == pytest.approx(1.0, abs=1e-6)
-    assert read(context)["win_rate"]["mean"] == 1.0
+    assert table(read(context))["win_rate"]["mean"] == 1.0
 
 
 def test_masked_prompts_are_left_out_for_both_models(
@@ -313,7 +320,7 @@ def test_masked_prompts_are_left_out_for_both_models(
     found = read(context)
     assert (found["prompts"], found["unscored"], result.metrics["unscored"]) == (5, 1, 1)
     ratios = [log_ratio("policy", PROMPTS[i]) for i in (0, 1, 3, 4, 5)]
-    assert found["kl"] == pytest.approx(sum(ratios) / 5, rel=1e-4)
+    assert table(found)["kl"]["mean"] == pytest.approx(sum(ratios) / 5, rel=1e-4)
     rows = [json.loads(line) for line in (context.output / "samples.jsonl").read_text().splitlines()]
     assert [row["prompt_id"] for row in rows] == ["p0", "p1", "p3", "p4"]
 
@@ -380,7 +387,7 @@ def test_ranks_and_engines_share_one_connection_to_ray(
     work = [RayCall("engine", number)] if number > 1 or changes_classes else []
     work += [RayCall("training rank", ranks)] * 3 if ranks > 1 else []
     assert calls == ([RayCall("connect", max(ranks, number)), *work, RayCall("disconnect")] if work else [])
-    assert read(context)["win_rate"]["mean"] == 1.0
+    assert table(read(context))["win_rate"]["mean"] == 1.0
 
 
 def test_same_run_gives_the_same_bytes(scripted: Any, context: StageContext, tmp_path: Path) -> None:
@@ -424,9 +431,9 @@ def test_the_second_reward_model_judges(scripted: Any, context: StageContext, tm
     )
     result = evaluate.run(config, judged)
     found = read(judged)
-    assert (found["judge"], found["judge_trained_on"]) == ("judge_model", False)
+    assert (found["judge"], table(found)["judge_trained_on"]) == ("judge_model", False)
     assert found["judge_digests"]["judge_model"] == "e" * 64
-    assert found["win_rate"]["mean"] == 0.0
+    assert table(found)["win_rate"]["mean"] == 0.0
     assert found["reward_model"]["ppo"]["mean"] == pytest.approx(SCORES["voice."], rel=1e-4)
     assert found["judge_model"]["ppo"]["mean"] == pytest.approx(-SCORES["voice."], rel=1e-4)
     assert result.metrics["judge_model/ppo/mean"] == found["judge_model"]["ppo"]["mean"]
@@ -456,13 +463,13 @@ def test_a_language_model_is_measured_first_and_then_decides(
             return
         result = evaluate.run(config, context)
     found = read(context)
-    assert (found["judge"], found["judge_trained_on"], found["inconsistent"]) == (
+    assert (found["judge"], table(found)["judge_trained_on"], found["inconsistent"]) == (
         "language_model",
         False,
         0.0,
     )
     assert result.attributes["judge"] == "language model big-judge"
-    assert found["verdicts"] == {"wins": 6, "losses": 0, "ties": 0}
+    assert table(found)["verdicts"] == {"wins": 6, "losses": 0, "ties": 0}
     model = found["language_model"]
     assert (model["agreement"]["mean"], model["pairs"], model["first"]) == (1.0, 20, 0.5)
     # Two for each of 20 pairs and 6 prompts, and for each model's answer and the chosen one to these prompts.
@@ -488,31 +495,34 @@ def test_the_policy_of_dpo_is_a_third_column(scripted: Any, context: StageContex
     assert means["model"] < means["dpo"] < means["policy"]
     assert found["gold_reward"]["dpo"]["mean"] == pytest.approx(means["dpo"])
     assert found["gold_reward"]["ppo_minus_dpo"]["mean"] == pytest.approx(means["policy"] - means["dpo"])
-    assert found["win_rate_ppo_over_dpo"]["mean"] == found["win_rate_dpo"]["mean"] == 1.0
+    own = table(found, "dpo")
+    assert found["win_rate_ppo_over_dpo"]["mean"] == own["win_rate"]["mean"] == 1.0
+    over_sft = {"win_rate_dpo_length_controlled": own["win_rate_length_controlled"]}
     for name, ours, theirs in (("win_rate_dpo", "dpo", "model"), ("win_rate_ppo_over_dpo", "policy", "dpo")):
         longer_by = [len(tokens(answer(ours, p))) - len(tokens(answer(theirs, p))) for p in PROMPTS[:6]]
         expected = length_controlled([1.0] * 6, longer_by, 0.95).to_json()
-        assert found[f"{name}_length_controlled"] == pytest.approx(expected)
+        controlled = f"{name}_length_controlled"
+        assert (found | over_sft)[controlled] == pytest.approx(expected)
         assert result.metrics[f"{name}_length_controlled/mean"] == pytest.approx(expected["mean"])
     kl = {model: fmean(log_ratio(model, p) for p in PROMPTS[:6]) for model in ("policy", "dpo")}
-    assert (found["kl"], found["kl_dpo"]["mean"]) == pytest.approx((kl["policy"], kl["dpo"]), rel=1e-4)
+    assert table(found)["kl"]["mean"] == pytest.approx(kl["policy"], rel=1e-4)
+    assert own["kl"]["mean"] == pytest.approx(kl["dpo"], rel=1e-4)
     assert found["eos_rate"] == {"sft": 0.0, "ppo": 1.0, "dpo": 0.0}
     assert found["lengths"]["dpo"]["mean"] == result.metrics["length/dpo"]
     assert set(found["distinct"]) == {"sft", "ppo", "dpo"} and "dpo" in found["rules"]["length"]
     assert result.metrics["win_rate_ppo_over_dpo/low"] == found["win_rate_ppo_over_dpo"]["low"]
     assert (
-        result.metrics["kl_dpo"] == found["kl_dpo"]["mean"]
+        result.metrics["kl_dpo"] == own["kl"]["mean"]
         and result.metrics["gold_reward/dpo/mean"] < means["policy"]
     )
     row = json.loads((three.output / "samples.jsonl").read_text().splitlines()[0])
     assert row["dpo"] == answer("dpo", PROMPTS[0]) and set(row["scores"]) == {"sft", "ppo", "dpo"}
     assert (row["winner"], row["winner_dpo"]) == ("ppo", "dpo")
-    assert found["verdicts_dpo"] == {"wins": 6, "losses": 0, "ties": 0}
-    assert found["win_rate_dpo_length_controlled"]["mean"] == pytest.approx(
-        result.metrics["win_rate_dpo_length_controlled/mean"]
-    )
-    assert found["gold_reward"]["difference_dpo"]["mean"] == pytest.approx(means["dpo"] - means["model"])
-    assert found["judge_trained_on_dpo"] is False
+    assert own["verdicts"] == {"wins": 6, "losses": 0, "ties": 0} and own["judge_trained_on"] is False
+    difference = found["gold_reward"]["difference"]["dpo"]
+    assert difference["mean"] == pytest.approx(means["dpo"] - means["model"])
+    assert result.metrics["gold_reward/difference_dpo/mean"] == difference["mean"]
+    assert set(found["by_source"]["a.jsonl"]["policies"]) == {"ppo", "dpo"}
     page = (three.output / "report.html").read_text()
     assert "Win rate of PPO over DPO" in page and "PPO minus DPO" in page and row["dpo"] in page
 
@@ -539,15 +549,13 @@ def test_the_numbers_of_dpo_are_the_same_without_ppo(
     off: dict[str, Any] = {"ppo": {"enabled": False, "rewards": rewards}, "register": {"policy": "dpo"}}
     result = evaluate.run(config_of(**settings, **off), alone)
     found = read(alone)
-    # Of a data source, an evaluation of both has the win rate of PPO's policy only.
-    own = {name: value for name, value in result.metrics.items() if not name.startswith("by_source/")}
-    assert own.items() <= both.metrics.items()
-    assert {"win_rate_dpo/mean", "win_rate_dpo_length_controlled/mean", "kl_dpo", "eos_rate/dpo"} <= set(own)
-    assert {"win_rate_over_chosen/dpo/mean", "regression/words/difference_dpo/mean"} <= set(own)
+    own = set(result.metrics)
+    assert result.metrics.items() <= both.metrics.items()
+    assert {"win_rate_dpo/mean", "win_rate_dpo_length_controlled/mean", "kl_dpo", "eos_rate/dpo"} <= own
+    assert {"win_rate_over_chosen/dpo/mean", "regression/words/difference_dpo/mean"} <= own
     assert result.metrics["by_source/a.jsonl/win_rate_dpo/mean"] == 1.0
-    for name in ("win_rate_dpo", "verdicts_dpo", "kl_dpo", "judge_trained_on_dpo"):
-        assert found[name] == expected[name]
-    assert found["gold_reward"].items() <= expected["gold_reward"].items()
+    assert found["policies"] == {"dpo": table(expected, "dpo")}
+    assert found["gold_reward"]["dpo"] == expected["gold_reward"]["dpo"]
     assert result.attributes["fallen_dpo"] == both.attributes["fallen_dpo"]
     assert result.attributes["judge_trained_on_dpo"] is False and "fallen" not in result.attributes
     files = {name: (alone.output / name).read_text() for name in ("evaluation.json", "samples.jsonl")}

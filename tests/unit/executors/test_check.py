@@ -17,7 +17,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import pipeline_key
-from rlhf_core.config.resources import ResourcesConfig
+from rlhf_core.config.pipeline import ResourcesConfig
 from rlhf_core.errors import ConfigError
 from rlhf_core.executors.check import check_executors
 from rlhf_core.planning.check import check_devices

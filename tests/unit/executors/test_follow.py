@@ -35,7 +35,7 @@ from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.types import ArtifactRef
-from tests.support.followed_jobs import FAST, KEY, REF, RESULT, Job, follower
+from tests.support.followed_jobs import FAST, KEY, REF, RESULT, Job, add_events, follower
 from tests.support.scripted_kubernetes import ScriptedKubernetes
 
 RUNNING = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING", "rayClusterName": "c1"}
@@ -47,7 +47,7 @@ def following(
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     waits: Waits = FAST,
 ) -> ArtifactRef:
-    jobs = KubeRayJobs(None, retry_wait=0.0)
+    jobs = KubeRayJobs(None)
     return run_remote(jobs, spec, tmp_path / "data-01.log", 20.0, on_event, waits)
 
 
@@ -55,10 +55,10 @@ def test_events_log_and_result_reach_the_flow(
     api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     def work(files: JobFiles) -> None:
-        files.write_events(1, [{"event": "started", "attempt": 1}, {"event": "checkpoint", "step": 5}])
+        add_events(files, [{"event": "started", "attempt": 1}, {"event": "checkpoint", "step": 5}])
         files.write_log(b"step 5\nstep 6\n")
         time.sleep(0.1)
-        files.write_events(2, [{"event": "checkpoint", "step": 6}, RESULT])
+        add_events(files, [{"event": "checkpoint", "step": 6}, RESULT])
 
     Job(store, work)
     events: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def test_an_error_of_the_stage_keeps_its_class_and_message(
     api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     error = {"event": "error", "type": "DataError", "message": "rows.jsonl:3: no prompt; add one"}
-    Job(store, lambda files: files.write_events(1, [error]))
+    Job(store, lambda files: add_events(files, [error]))
     with pytest.raises(DataError, match=r"^rows\.jsonl:3: no prompt; add one$"):
         following(spec, tmp_path)
 
@@ -89,8 +89,12 @@ def test_a_job_that_has_sent_its_result_is_deleted_after_its_log_was_read(
     api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     """Its pods hold GPUs until the RayJob is deleted."""
-    api.pod_log = "step 6\n"
-    Job(store, lambda files: files.write_events(1, [RESULT]))
+
+    def work(files: JobFiles) -> None:
+        files.write_log(b"step 6\n")
+        add_events(files, [RESULT])
+
+    Job(store, work)
     assert following(spec, tmp_path) == REF
     assert api.objects == {}
     assert (tmp_path / "data-01.log").read_text() == "step 6\n"
@@ -100,11 +104,11 @@ def test_after_an_error_the_job_is_deleted_and_the_next_attempt_starts_another_a
     api: ScriptedKubernetes, spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
     error = {"event": "error", "type": "StageFailed", "message": "rank 1 died"}
-    Job(store, lambda files: files.write_events(1, [error]))
+    Job(store, lambda files: add_events(files, [error]))
     with pytest.raises(StageFailed, match="rank 1 died"):
         following(spec, tmp_path)
     assert api.objects == {}
-    Job(store, lambda files: files.write_events(1, [RESULT]), number=2)
+    Job(store, lambda files: add_events(files, [RESULT]), number=2)
     assert following(spec, tmp_path) == REF
     assert len(api.created) == 2
 
@@ -117,14 +121,14 @@ def test_a_job_that_was_preempted_is_deleted_and_submitted_again(
     def work(files: JobFiles) -> None:
         api.statuses = [{"jobDeploymentStatus": "Suspended"}]
         evicted = {"event": "error", "type": "StageFailed", "message": "asked to stop, or evicted"}
-        files.write_events(1, [evicted])
+        add_events(files, [evicted])
 
     Job(store, work)
     with pytest.raises(StageFailed, match="evicted"):
         following(spec, tmp_path)
     assert api.objects == {}
     api.statuses = [RUNNING]
-    Job(store, lambda files: files.write_events(1, [RESULT]), number=2)
+    Job(store, lambda files: add_events(files, [RESULT]), number=2)
     assert following(spec, tmp_path) == REF
 
 
@@ -146,13 +150,18 @@ def test_a_job_that_was_preempted_is_deleted_and_submitted_again(
 def test_a_job_that_ends_without_a_result_gives_the_reason(
     api: ScriptedKubernetes,
     spec: StageSpec,
+    store: Store,
     tmp_path: Path,
     status: dict[str, str],
     error: type[RLHFError],
     words: str,
 ) -> None:
-    api.statuses = [RUNNING, {**status, "rayClusterName": "c1"}]
-    api.pod_log = "starting\nRuntimeError: bad wheel\n"
+    def work(files: JobFiles) -> None:
+        files.write_log(b"starting\nRuntimeError: bad wheel\n")
+        api.statuses = [{**status, "rayClusterName": "c1"}]
+
+    api.statuses = [RUNNING]
+    Job(store, work)
     with pytest.raises(error) as raised:
         following(spec, tmp_path)
     assert type(raised.value) is error
@@ -160,7 +169,7 @@ def test_a_job_that_ends_without_a_result_gives_the_reason(
     assert message.startswith("stage data, RayJob rlhf-data-")
     assert words in message
     assert message.endswith("end of the log: RuntimeError: bad wheel")
-    assert (tmp_path / "data-01.log").read_text() == api.pod_log
+    assert (tmp_path / "data-01.log").read_text() == "starting\nRuntimeError: bad wheel\n"
 
 
 def test_a_job_that_the_operator_finds_invalid_is_an_error_of_the_user(
@@ -204,7 +213,7 @@ def test_a_flow_that_is_started_again_follows_the_same_job(
         while not api.count("GET"):  # the flow looks for the job
             time.sleep(0.01)
         time.sleep(0.1)
-        files.write_events(2, [RESULT])
+        add_events(files, [RESULT])
 
     Job(store, work)
     events: list[dict[str, Any]] = []
@@ -226,7 +235,7 @@ def test_a_flow_killed_before_it_submitted_submits_under_the_same_name(
     def work(files: JobFiles) -> None:
         while not api.objects:
             time.sleep(0.01)
-        files.write_events(1, [RESULT])
+        add_events(files, [RESULT])
 
     Job(store, work)
     assert following(spec, tmp_path, waits=replace(FAST, submit=0.5)) == REF
@@ -240,7 +249,7 @@ def test_after_a_job_that_has_ended_the_next_attempt_starts_another(
     with pytest.raises(StageFailed):
         following(spec, tmp_path)
     api.statuses = [{"jobDeploymentStatus": "Failed"}, RUNNING]
-    Job(store, lambda files: files.write_events(1, [RESULT]), number=2)
+    Job(store, lambda files: add_events(files, [RESULT]), number=2)
     assert following(spec, tmp_path) == REF
     assert api.count("POST") == 2
     assert len({body["metadata"]["name"].rsplit("-", 2)[1] for body in api.created}) == 2
@@ -253,10 +262,10 @@ def test_a_scheduler_that_does_not_answer_for_a_while_changes_nothing(
         api.failures = [500, "drop", 410, 503]
         while api.failures:
             time.sleep(0.01)
-        files.write_events(1, [RESULT])
+        add_events(files, [RESULT])
 
     Job(store, work)
-    assert following(spec, tmp_path) == REF
+    assert following(spec, tmp_path, waits=replace(FAST, submit=0.05)) == REF
 
 
 def test_a_scheduler_that_does_not_answer_at_all_is_a_fault_and_the_job_continues(
@@ -277,11 +286,11 @@ def test_a_cancelled_flow_asks_the_job_to_stop_and_deletes_it(
     seen: list[str] = []
 
     def work(files: JobFiles) -> None:
-        files.write_events(1, [{"event": "progress"}])
+        add_events(files, [{"event": "progress"}])
         while not files.is_asked_to_stop():
             time.sleep(0.01)
         seen.extend(api.requests)
-        files.write_events(2, [{"event": "error", "type": "StageFailed", "message": "asked to stop"}])
+        add_events(files, [{"event": "error", "type": "StageFailed", "message": "asked to stop"}])
 
     def interrupt(event: dict[str, Any]) -> None:
         raise KeyboardInterrupt
@@ -297,7 +306,7 @@ def test_a_job_that_does_not_stop_is_deleted(
     api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path, store: Store
 ) -> None:
     with pytest.raises(StageTimedOut, match=r"run\.stage_timeout=604800 is over"):
-        jobs = KubeRayJobs(None, retry_wait=0.0)
+        jobs = KubeRayJobs(None)
         run_remote(jobs, spec, tmp_path / "data-01.log", 0.2, lambda event: None, FAST)
     assert store.exists(f"jobs/{KEY}/000001/stop")
     assert api.objects == {}
@@ -312,7 +321,7 @@ def test_the_reason_for_waiting_is_logged_once(
     def work(files: JobFiles) -> None:
         while len(api.statuses) > 1:
             time.sleep(0.01)
-        files.write_events(1, [RESULT])
+        add_events(files, [RESULT])
 
     Job(store, work)
     events: list[dict[str, Any]] = []
@@ -335,6 +344,6 @@ def _killed_flow(api: ScriptedKubernetes, spec: StageSpec, tmp_path: Path) -> st
     files = JobFiles(open_store(spec.config), KEY, 1)
     files.create(spec, "kuberay", 20.0, {})
     name = files.submission.job_name
-    follower(KubeRayJobs(None, retry_wait=0.0), spec, tmp_path / "data-00.log")._start(files)
-    files.write_events(1, [{"event": "checkpoint", "step": 5}])
+    follower(KubeRayJobs(None), spec, tmp_path / "data-00.log")._start(files)
+    add_events(files, [{"event": "checkpoint", "step": 5}])
     return name

@@ -1,14 +1,12 @@
 """The objects of a job in the store, with a store that counts its operations.
 
-- a flow that is started again reads each event once, and progress is one object, however long the job runs
+- a flow that is started again reads each event once, and events are one object, however long the job runs
 - jobs are found without listing their events; a job without a spec was deleted, and its number is not used
   again
 - a job that was cancelled in a queue is not submitted again
 - an outcome before other events is that of a start that was preempted
 - all jobs of a stage key are deleted when its artifact exists, and not before
 - a job that is being deleted is not submitted again
-- the job before the newest is kept, and earlier ones that have an outcome are deleted, when another is
-  submitted
 """
 
 from __future__ import annotations
@@ -26,8 +24,9 @@ from rlhf_core.executors.job_files import JobFiles, delete_jobs
 from rlhf_core.executors.remote import _Reporter
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
-from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.machine import ManualClock
 from rlhf_core.testing.store import ScriptedStore
+from tests.support.followed_jobs import add_events
 
 KEY = "0" * 16
 
@@ -98,7 +97,7 @@ def test_a_flow_that_is_started_again_reads_a_long_job_with_few_requests(
         if second % 100 == 0:
             reporter.send({"event": "checkpoint", "step": second})
         reporter._write_events()
-    assert len(store.list(files.folder)) == 5, "spec, progress, three checkpoints"
+    assert len(store.list(files.folder)) == 2, "spec and events"
     store.calls.clear()
     events: list[dict[str, Any]] = []
     again = follower(spec, store, OneState("running"), events)
@@ -115,7 +114,7 @@ def test_jobs_are_found_without_listing_their_events(spec: StageSpec, store: Scr
         assert JobFiles(store, KEY, number).create(spec, "slurm", 1.0, {})
     store.before("sizes", StoreError("it lists more than 100000 objects"), lasting=True)
     newest = JobFiles.newest(store, KEY)
-    assert newest is not None and newest.number == 2 and newest.exists
+    assert newest is not None and newest.number == 2 and newest.read_submission()
     assert JobFiles.newest(store, "1" * 16) is None
 
 
@@ -123,9 +122,8 @@ def test_jobs_are_found_without_listing_their_events(spec: StageSpec, store: Scr
 def test_the_outcome_is_read_from_the_last_event(spec: StageSpec, store: ScriptedStore, outcome: str) -> None:
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "slurm", 1.0, {})
-    for number in range(1, 50):
-        files.write_events(number, [{"event": "checkpoint", "step": number}])
-    files.write_events(50, [{"event": outcome}])
+    add_events(files, [{"event": "checkpoint", "step": number} for number in range(1, 50)])
+    add_events(files, [{"event": outcome}])
     store.calls.clear()
     assert follower(spec, store, OneState("running"), [])._find() is None
     assert len(store.calls) < 10
@@ -134,7 +132,7 @@ def test_the_outcome_is_read_from_the_last_event(spec: StageSpec, store: Scripte
 def test_a_preempted_job_that_waits_to_be_resumed_is_cancelled(spec: StageSpec, store: ScriptedStore) -> None:
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "slurm", 1.0, {})
-    files.write_events(1, [{"event": "error", "type": "StageFailed", "message": "evicted"}])
+    add_events(files, [{"event": "error", "type": "StageFailed", "message": "evicted"}])
     scheduler = OneState("pending")
     assert follower(spec, store, scheduler, [])._find() is None
     assert scheduler.cancelled == [files.submission.job_name], "otherwise two jobs of the stage could run"
@@ -142,7 +140,7 @@ def test_a_preempted_job_that_waits_to_be_resumed_is_cancelled(spec: StageSpec, 
 
 def test_a_number_is_not_used_again_after_its_job_was_deleted(spec: StageSpec, store: ScriptedStore) -> None:
     """A job can write its last object once more after the flow has deleted the others."""
-    JobFiles(store, KEY, 4).write_events(9, [{"event": "result"}])
+    add_events(JobFiles(store, KEY, 4), [{"event": "result"}])
     flow = follower(spec, store, OneState("running"), [])
     assert flow._find() is None
     assert flow._submit().number == 5
@@ -197,14 +195,14 @@ def test_an_outcome_before_other_events_is_not_that_of_the_job(spec: StageSpec, 
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "slurm", 1.0, {})
     evicted = {"event": "error", "type": "StageFailed", "message": "asked to stop, or evicted"}
-    for number, event in enumerate(({"event": "started"}, evicted, {"event": "started"}), start=1):
-        files.write_events(number, [event])
+    for event in ({"event": "started"}, evicted, {"event": "started"}):
+        add_events(files, [event])
     flow = follower(spec, store, OneState("running"), [])
     found = flow._find()
     assert found is not None
     flow._read_events(found)
     assert flow._outcome is None
-    files.write_events(4, [evicted])
+    add_events(files, [evicted])
     flow._read_events(found)
     assert isinstance(flow._outcome, StageFailed)
 
@@ -215,7 +213,7 @@ def test_jobs_are_deleted_when_the_artifact_exists(
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "slurm", 1.0, {})
     error = {"event": "error", "type": "StageFailed", "message": "rank 1 died"}
-    files.write_events(1, [error])
+    add_events(files, [error])
     files.write_log(b"step 5\n")
     flow = follower(spec, store, OneState("failed"), [])
     monkeypatch.setattr(flow, "_find", lambda: files)
@@ -228,50 +226,20 @@ def test_jobs_are_deleted_when_the_artifact_exists(
     assert store.list(f"jobs/{KEY}") == []
 
 
-def test_jobs_before_the_last_that_failed_are_deleted(spec: StageSpec, store: ScriptedStore) -> None:
-    for number in (1, 2, 3):
-        files = JobFiles(store, KEY, number)
-        assert files.create(spec, "slurm", 1.0, {})
-        files.write_events(1, [{"event": "error", "type": "StageFailed", "message": "rank 1 died"}])
-    flow = follower(spec, store, OneState("failed"), [])
-    assert flow._find() is None
-    store.before("delete", StoreError("503"))
-    assert flow._submit().number == 4, "nothing depends on the deletion"
-    flow = follower(spec, store, OneState("failed"), [])
-    assert flow._find() is None
-    assert flow._submit().number == 5
-    assert sorted(store.folders(f"jobs/{KEY}")) == ["000004", "000005"]
-
-
-def test_jobs_without_an_outcome_stay(spec: StageSpec, store: ScriptedStore) -> None:
-    """They may still run, and be followed by a flow."""
-    for number in (1, 2, 3):
-        assert JobFiles(store, KEY, number).create(spec, "slurm", 1.0, {})
-    JobFiles(store, KEY, 1).write_events(1, [{"event": "checkpoint", "step": 5}])
-    JobFiles(store, KEY, 2).write_events(1, [{"event": "result"}])
-    JobFiles(store, KEY, 4).write_log(b"the rest of a job whose deletion was interrupted\n")
-    JobFiles(store, KEY, 6).delete_before_previous()
-    assert sorted(store.folders(f"jobs/{KEY}")) == ["000001", "000003"]
-
-
-@pytest.mark.parametrize("whole_stage", [True, False])
 def test_a_job_that_is_being_deleted_is_not_submitted_again(
-    spec: StageSpec, store: ScriptedStore, tmp_path: Path, whole_stage: bool
+    spec: StageSpec, store: ScriptedStore, tmp_path: Path
 ) -> None:
     """Without its events, it looks as if it had not been submitted yet."""
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "slurm", 1.0, {})
-    files.write_events(1, [{"event": "result"}])
+    add_events(files, [{"event": "result"}])
     files.write_log(b"step 5\n")
     scheduler = OneState("missing")
     found: list[JobFiles | None] = []
     other = follower(spec, store, scheduler, [])
     store.before("delete", lambda: found.append(other._find()), key="log.txt")
-    if whole_stage:
-        publish(spec, store, tmp_path)
-        delete_jobs(store, spec)
-    else:
-        JobFiles(store, KEY, 3).delete_before_previous()
+    publish(spec, store, tmp_path)
+    delete_jobs(store, spec)
     assert found == [None]
     assert scheduler.submitted == []
 

@@ -1,6 +1,6 @@
 """Submitting the job of a stage, with a real store and a scheduler that accepts a name twice.
 
-- of several flows one submits the job, also if the scheduler would accept it twice
+- of two flows one submits the job, also if the scheduler would accept it twice
 - no clock of another host is compared: a job that is about to be submitted is waited for
 - a scheduler that does not answer for a while changes nothing when the job is submitted or looked up
 """
@@ -25,16 +25,16 @@ from rlhf_core.executors.job_files import JobFiles
 from rlhf_core.executors.kuberay import KubeRayJobs
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.machine import ManualClock
 from rlhf_core.types import ArtifactRef
-from tests.support.followed_jobs import FAST, KEY, REF, RESULT, Job, follower
+from tests.support.followed_jobs import FAST, KEY, REF, RESULT, Job, add_events, follower
 
 
 class AcceptsNamesTwice(KubeRayJobs):
     """As Slurm: a second job of the same name is accepted, and a job is not seen at once."""
 
     def __init__(self) -> None:
-        super().__init__(None, retry_wait=0.0)
+        super().__init__(None)
         self.submitted: list[str] = []
 
     def submit(self, job: base.Job) -> None:
@@ -50,7 +50,7 @@ def test_two_flows_submit_one_job(spec: StageSpec, store: Store, tmp_path: Path)
 
     def work(files: JobFiles) -> None:
         time.sleep(0.5)
-        files.write_events(1, [RESULT])
+        add_events(files, [RESULT])
 
     Job(store, work)
     results: list[ArtifactRef] = []
@@ -67,22 +67,6 @@ def test_two_flows_submit_one_job(spec: StageSpec, store: Store, tmp_path: Path)
         each.join(timeout=20.0)
     assert results == [REF, REF]
     assert len(scheduler.submitted) == 1
-
-
-def test_of_several_waiting_flows_one_submits_for_the_killed_one(
-    spec: StageSpec, store: Store, tmp_path: Path
-) -> None:
-    scheduler = AcceptsNamesTwice()
-    files = JobFiles(store, KEY, 1)
-    assert files.create(spec, "kuberay", 20.0, {})
-    waits = replace(FAST, submit=0.2)
-    waiting = [follower(scheduler, spec, tmp_path / f"{name}.log", waits=waits) for name in "ab"]
-    threads = [threading.Thread(target=flow._await_submission, args=[files], daemon=True) for flow in waiting]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20.0)
-    assert scheduler.submitted == [files.submission.job_name]
 
 
 class Unsteady(AcceptsNamesTwice):
@@ -146,17 +130,15 @@ def test_other_settings_are_a_new_job_after_the_wait(spec: StageSpec, store: Sto
     assert 1060.0 <= clock.now < 1070.0
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
 def test_a_job_that_the_scheduler_has_forgotten_is_followed_by_another(
-    spec: StageSpec, store: Store, tmp_path: Path, has_begun: bool
+    spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
-    """Also if a second flow has taken the place of the first and was killed, too."""
     files = old_submission(store, spec)
-    files.write_events(1, [{"event": "started"}]) if has_begun else files.take_over()
+    add_events(files, [{"event": "started"}])
     scheduler, clock = AcceptsNamesTwice(), ManualClock()
     waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
     assert waiting._find() is None
-    assert clock.now < 1001.0 if has_begun else 1120.0 <= clock.now < 1130.0
+    assert clock.now < 1001.0
 
 
 def test_waiting_for_another_flow_has_the_same_limits_as_following(
@@ -201,7 +183,7 @@ def test_a_job_is_submitted_when_the_scheduler_answers_again(
     def work(files: JobFiles) -> None:
         while not scheduler.submitted:
             time.sleep(0.01)
-        files.write_events(1, [RESULT])
+        add_events(files, [RESULT])
 
     Job(store, work)
     waits = replace(FAST, submit=0.05)
@@ -221,21 +203,3 @@ def test_a_job_is_looked_up_until_the_scheduler_answers(
     impatient = follower(Unsteady(), spec, tmp_path / "b.log", waits=replace(FAST, unreachable=0.0))
     with pytest.raises(InfrastructureError, match="does not answer"):
         impatient._find()
-
-
-def test_no_flow_takes_over_while_the_scheduler_does_not_answer(
-    spec: StageSpec, store: Store, tmp_path: Path
-) -> None:
-    """The flow that began to submit the job tries it again, too."""
-    files = JobFiles(store, KEY, 1)
-    assert files.create(spec, "kuberay", 20.0, {})
-    scheduler = Unsteady(silent=20)
-    waiting = follower(scheduler, spec, tmp_path / "a.log", waits=replace(FAST, submit=0.05))
-    thread = threading.Thread(target=waiting._await_submission, args=[files], daemon=True)
-    thread.start()
-    while scheduler.asked <= 20 and thread.is_alive():
-        time.sleep(0.001)
-    assert not store.exists(f"{files.folder}/taken_over")
-    scheduler.submitted.append(files.submission.job_name)
-    thread.join(timeout=20.0)
-    assert not store.exists(f"{files.folder}/taken_over")

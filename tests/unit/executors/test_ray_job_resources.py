@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from rlhf_core.config.resources import StageResources
+from rlhf_core.config.pipeline import StageResources
 from rlhf_core.executors.base import Job
 from rlhf_core.executors.ray_job import RayJobs
 from tests.support.scripted_ray_jobs import ScriptedRayJobs

@@ -1,20 +1,18 @@
 """What a job on a cluster writes to the store.
 
 - a job that is started again by its scheduler continues the events of its first start
-- progress is one object, which later progress of the same task replaces, and is there before the outcome
+- events are one object, in which later progress of the same task replaces earlier
 - the log ends with the last lines of a long one, without secrets, and is there before the final event
 - a log that was rotated is copied to the output from its beginning
-- an object of events that may have been read is not changed, and later events follow in the next one
+- events whose write has failed are written with the next ones
 - the final event is sent although the log cannot be read or copied to the output
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,11 +34,8 @@ def test_a_job_that_is_started_again_continues_its_events(files: JobFiles, tmp_p
     for step in (1, 2):
         with _Reporter(files, tmp_path / "log") as reporter:
             reporter.send({"event": "checkpoint", "step": step})
-    assert [files.read_events(number) for number in (1, 2, 3)] == [
-        [{"event": "checkpoint", "step": 1}],
-        [{"event": "checkpoint", "step": 2}],
-        None,
-    ]
+    events, _ = files.read_events()
+    assert events == [{"event": "checkpoint", "step": 1}, {"event": "checkpoint", "step": 2}]
 
 
 def test_progress_is_one_object_that_is_replaced(files: JobFiles, tmp_path: Path) -> None:
@@ -49,23 +44,23 @@ def test_progress_is_one_object_that_is_replaced(files: JobFiles, tmp_path: Path
         reporter.send({"event": "progress", "task": "sft", "done": done})
         reporter.send({"event": "progress", "task": "samples", "done": -done})
         reporter._write_events()
-    assert [event["done"] for event in files.read_progress()] == [49, -49]
-    assert files._store.list(files.folder) == [f"{files.folder}/progress.jsonl"]
+    events, progress = files.read_events()
+    assert events == [] and [event["done"] for event in progress] == [49, -49]
+    assert files._store.list(files.folder) == [f"{files.folder}/events.jsonl"]
 
 
-def test_progress_is_there_before_the_outcome(tmp_path: Path) -> None:
+def test_events_whose_write_has_failed_are_written_again(tmp_path: Path) -> None:
     store = ScriptedStore(tmp_path / "store")
     files = JobFiles(store, KEY, 1)
-    store.before("put_bytes", StoreError("503"), key="progress.jsonl")
+    store.before("put_bytes", StoreError("503"), key="events.jsonl")
     reporter = _Reporter(files, tmp_path / "log")
-    reporter.send({"event": "result"})
     reporter.send({"event": "progress", "task": "sft", "done": 5})
+    reporter.send({"event": "result"})
     with pytest.raises(StoreError):
         reporter._write_events()
-    assert files.read_events(1) is None
+    assert files.read_events() == ([], [])
     reporter._write_events()
-    assert [event["done"] for event in files.read_progress()] == [5]
-    assert files.read_events(1) == [{"event": "result"}]
+    assert files.read_events() == ([{"event": "result"}], [{"event": "progress", "task": "sft", "done": 5}])
 
 
 def test_the_end_of_the_log_is_kept_without_secrets(
@@ -81,7 +76,7 @@ def test_the_end_of_the_log_is_kept_without_secrets(
     assert "hf_abcdefghijklmnop" not in tail
     assert "first" not in tail
     keys = files._store.list(files.folder)
-    assert keys == [f"{files.folder}/events/000001.jsonl", f"{files.folder}/log.txt"]
+    assert keys == [f"{files.folder}/events.jsonl", f"{files.folder}/log.txt"]
 
 
 def test_a_rotated_log_is_copied_from_its_beginning(
@@ -93,35 +88,6 @@ def test_a_rotated_log_is_copied_from_its_beginning(
         log.write_text(text)
         reporter._echo()
     assert capsys.readouterr().err == "a long line before the rotation\nshort\n"
-
-
-class LosesAnAnswer(JobFiles):
-    """The first object of events is written, but its writer gets an error."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store, KEY, 1)
-        self._has_failed = False
-
-    def write_events(self, number: int, events: Iterable[Mapping[str, Any]]) -> None:
-        super().write_events(number, events)
-        if not self._has_failed:
-            self._has_failed = True
-            raise StoreError("no answer")
-
-
-def test_events_that_a_flow_may_have_read_are_not_changed(tmp_path: Path) -> None:
-    files = LosesAnAnswer(Store(tmp_path / "store"))
-    first, second = (
-        {"event": "checkpoint", "step": 1},
-        {"event": "error", "type": "DataError", "message": "x"},
-    )
-    reporter = _Reporter(files, tmp_path / "log")
-    reporter.send(first)
-    with pytest.raises(StoreError):
-        reporter._write_events()
-    reporter.send(second)
-    reporter._write_events()
-    assert [files.read_events(number) for number in (1, 2, 3)] == [[first], [second], None]
 
 
 @pytest.mark.parametrize("log_is_readable", [True, False])
@@ -136,4 +102,5 @@ def test_the_final_event_does_not_depend_on_the_log(
         _Reporter(files, log, last_seconds=0.0) as reporter,
     ):
         reporter.send_error(StoreError("the disk is full"))
-    assert [event["type"] for event in files.read_events(1) or ()] == ["StoreError"]
+    events, _ = files.read_events()
+    assert [event["type"] for event in events] == ["StoreError"]

@@ -3,7 +3,7 @@
 - `sbatch` gets the resources of the stage as its options, and each job is submitted once
 - the output goes to a folder that the nodes have: below a store that is a folder, or /tmp
 - every state of `squeue` and `sacct` has a meaning; a job that has left the queue is looked up in accounting
-- no variable, hidden partition, other day or cluster of a federation hides a job
+- no variable, hidden partition or other day hides a job
 - what `sbatch` refuses is an error of the user; a controller that does not answer is a fault that may pass
 - the batch script runs the stage's command on the first node, with the address of the job's Ray cluster; the
   name by which the first node calls itself does not matter; Ray gets the variables of the script, and none of
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.resources import StageResources
+from rlhf_core.config.pipeline import StageResources
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import Job
 from rlhf_core.executors.follow import open_scheduler
@@ -188,26 +188,6 @@ def test_jobs_that_ended_on_another_day_are_found_in_accounting(
     (folder / "left").touch()
     (folder / "old").touch()
     assert jobs.status("rlhf-sft-1").state == "failed"
-
-
-@pytest.mark.parametrize(
-    ("states", "meaning"),
-    [
-        ("REVOKED|None\nRUNNING|None", "running"),
-        ("COMPLETED|None\nREVOKED|None", "succeeded"),
-        ("REVOKED|None", "stopped"),
-    ],
-)
-def test_a_job_of_a_federation_has_the_state_of_the_cluster_that_runs_it(
-    slurm: ScriptedSlurm, jobs: SlurmJobs, states: str, meaning: str
-) -> None:
-    slurm.hold()
-    jobs.submit(job())
-    [folder] = slurm.jobs()
-    slurm.set_state(folder, states)
-    assert jobs.status("rlhf-sft-1").state == meaning
-    calls = [json.loads(line) for line in (slurm.folder / "calls.jsonl").read_text().splitlines()]
-    assert all("--federation" in call for call in calls if call[0] == "squeue")
 
 
 def test_the_name_of_a_cluster_is_no_job(slurm: ScriptedSlurm, jobs: SlurmJobs) -> None:

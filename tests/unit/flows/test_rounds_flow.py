@@ -20,18 +20,21 @@ from flows import rounds as rounds_flow
 from flows.notify import notify_failure
 from flows.rounds import Rounds, end_of_rounds, rounds, run_rounds_with
 from rlhf_cli.main import main
-from rlhf_cli.rounds import print_end, print_rounds
+from rlhf_cli.rounds import print_end
 from rlhf_core.errors import DataError, RLHFError
 from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer
 from rlhf_core.ops.review.record import open_review, record_votes
-from rlhf_core.ops.rounds.rounds import check_first_round
+from rlhf_core.ops.rounds import check_first_round
 from rlhf_core.run.checks import reuse_or_check
 from tests.support.prefect_api import PrefectApi
 from tests.support.sampled_run import made_run, save_votes
 
 DEMO = "deployments/configs/demo.yaml"
 NO_ROWS = {"best": 0, "pairs": 0, "policy": "ppo"}
-EVALUATION = {"gold_reward": {"sft": {"mean": -2.0}, "ppo": {"mean": -1.0}}, "win_rate": {"mean": 0.7}}
+EVALUATION = {
+    "gold_reward": {"sft": {"mean": -2.0}, "ppo": {"mean": -1.0}},
+    "policies": {"ppo": {"win_rate": {"mean": 0.7}}},
+}
 
 
 def summary_of(number: int) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def test_rounds_that_need_votes_end_without_an_error(
     monkeypatch.setattr(rounds_flow, "rlhf", pipeline)
     done = rounds(DEMO, 3, ("sample.judge=people", f"run.home={tmp_path}"))  # a run of Prefect's engine
     assert isinstance(done, Rounds) and len(calls) == 2
-    assert [each["run"] for each in done.summaries] == ["demo-1", "demo-2"] and done.labels == [2, None]
+    assert [each["run"] for each in done.summaries] == ["demo-1", "demo-2"]
     assert [state["type"] for state in api.states] == ["RUNNING", "COMPLETED"]
     assert (api.states[-1]["name"], api.states[-1]["message"]) == ("Votes needed", done.votes_needed)
     assert api.messages == [("demo-seed0-a1 needs votes", done.votes_needed)]
@@ -103,7 +106,7 @@ def test_rounds_that_need_votes_end_without_an_error(
     printed = capsys.readouterr().out
     cells = [line.split("│")[-4:-1] for line in printed.splitlines() if line.startswith("│")]
     rows = [[cell.strip() for cell in row] for row in cells]
-    assert rows == [["2", "2", "demo-1"], ["-", "-", "demo-2"]], printed
+    assert rows == [["0", "0", "demo-1"], ["0", "0", "demo-2"]], printed
     assert done.votes_needed is not None and done.votes_needed in printed
     assert f"rlhf review demo-2 --home {tmp_path} --of sample --votes FILE" in printed
 
@@ -143,7 +146,7 @@ def test_the_first_round_reuses_the_check_of_the_command(tmp_path: Path) -> None
 
 
 def test_the_table_of_the_rounds_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    print_rounds([summary_of(1), summary_of(2), summary_of(3)])
+    print_end(Rounds([summary_of(1), summary_of(2), summary_of(3)]))
     printed = capsys.readouterr().out
     assert "gold reward on held-out prompts" in printed and "-2.000" in printed and "demo-3" in printed
     assert "report of demo-2: /store/2/report.html" in printed

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.models.folder import check_adapters
+from rlhf_core.models.check import check_adapters
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 

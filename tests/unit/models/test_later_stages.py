@@ -1,6 +1,6 @@
 """What later stages need of an architecture is known before the first stage, without importing a library.
 
-- the tables that are read from the source code of transformers are those that it has when it is imported
+- the tables are those of the installed versions of transformers and vLLM
 - each class has the backend that a vLLM engine chooses, and support of adapters is found through base classes
 - positions and masks that let sequences of a batch influence each other limit the length of sequences
 - an architecture whose parts have other names than the training calls is refused
@@ -27,8 +27,9 @@ from rlhf_core.models.architectures import (
     has_score_model,
     serves_adapters,
 )
-from rlhf_core.models.folder import length_problems
+from rlhf_core.models.check import length_problems
 from rlhf_core.testing import stage_context
+from tests.support import library_architectures
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 NO_SCORE = {
@@ -42,16 +43,18 @@ def found(model_type: str, **tree: Any) -> list[Any]:
     return list(architecture_problems("o/m", {"model_type": model_type}, config))
 
 
-def test_the_tables_of_transformers_are_read() -> None:
-    from transformers.models.auto import modeling_auto
-
-    for table in ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"):
-        names = getattr(modeling_auto, table)
-        assert architectures._classes(table).keys() == names.keys()
+def test_the_tables_are_those_of_the_installed_versions() -> None:
+    """After a change: python -m tests.support.library_architectures > rlhf_core/models/architectures.json."""
+    assert architectures._tables()["versions"] == library_architectures.versions()
     assert causal_class("smollm3") == "SmolLM3ForCausalLM"
     assert causal_class("unknown") is None
     assert has_score_model("llama")
     assert not has_score_model("granite")
+
+
+@pytest.mark.slow
+def test_the_tables_are_what_the_sources_of_the_libraries_say() -> None:
+    assert architectures._tables() == library_architectures.tables()
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -141,7 +144,7 @@ def test_an_architecture_whose_parts_have_other_names_is_refused(model_type: str
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_moe", "olmoe", "gpt_oss", "unknown"])
 def test_an_architecture_that_trains_is_not_refused_for_its_parts(model_type: str) -> None:
-    assert has_model_and_head(str(causal_class(model_type)), model_type)
+    assert has_model_and_head(str(causal_class(model_type)))
 
 
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}

@@ -1,7 +1,7 @@
 """Drift between two data artifacts.
 
 - the divergence has the values worked out by hand, and is near 0 for samples of the same distribution
-- it is found where it is: lengths, sources, scripts, vocabulary, duplicates, and in no other measure
+- it is found where it is: lengths, sources, vocabulary, and in no other measure
 - new rows are compared alone if there are enough of them; few among many old rows drift there only
 - texts are compared, so another tokenizer alone is no drift
 - the page has the limits and what changed, and texts of the data cannot become markup
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.drift import DriftConfig, Measure
+from rlhf_core.config.data import DriftConfig, Measure
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
 from rlhf_core.ops.drift.measures import (
@@ -76,14 +76,13 @@ def test_samples_of_the_same_distribution_have_no_divergence(size: int) -> None:
         ({"texts": TEXTS[::2]}, set()),
         ({"texts": [f"{text} {text} {text}" for text in TEXTS]}, {"lengths"}),
         ({"source": "other"}, {"sources"}),
-        ({"texts": [text.replace("fox sees", "лиса видит") for text in TEXTS]}, {"scripts", "vocabulary"}),
+        ({"texts": [text.replace("fox sees", "лиса видит") for text in TEXTS]}, {"vocabulary"}),
         ({"texts": [text.replace("fox", "cow").replace("birds", "goats") for text in TEXTS]}, {"vocabulary"}),
-        ({"duplicates": 40}, {"duplicates"}),
     ],
 )
 def test_drift_is_found_where_it_is(changed: dict[str, Any], drifted: set[str], tmp_path: Path) -> None:
-    before = statistics(data_artifact(tmp_path / "before", TEXTS), deduplicated=True)
-    after = statistics(data_artifact(tmp_path / "after", **{"texts": TEXTS, **changed}), deduplicated=True)
+    before = statistics(data_artifact(tmp_path / "before", TEXTS))
+    after = statistics(data_artifact(tmp_path / "after", **{"texts": TEXTS, **changed}))
     found = compare(before, after)
     assert {drift.measure for drift in found if drift.value is None or drift.value > 0.1} == drifted
     assert from_json(json.loads(json.dumps(to_json(found)))) == found
@@ -93,7 +92,7 @@ def test_new_rows_among_many_old_ones_are_compared_alone(tmp_path: Path) -> None
     old = [f"{text} {number}" for number in range(20) for text in TEXTS]
     foreign = [f"Ein Hund bellt {number} mal." for number in range(MIN_NEW_ROWS)]
     champion = data_artifact(tmp_path / "champion", old)
-    before = statistics(champion, deduplicated=True)
+    before = statistics(champion)
 
     def drift_of_new(name: str, texts: list[str]) -> dict[str, Drift]:
         found = compare_new_rows(
@@ -107,9 +106,9 @@ def test_new_rows_among_many_old_ones_are_compared_alone(tmp_path: Path) -> None
     assert tokenizers[0].read_bytes() != tokenizers[1].read_bytes()
     new = statistics_of_new_rows(champion, tmp_path / "grown")
     assert new.rows == dict.fromkeys(("sft", "preference", "prompts"), MIN_NEW_ROWS)
-    all_rows = compare(before, statistics(tmp_path / "grown", deduplicated=True))
+    all_rows = compare(before, statistics(tmp_path / "grown"))
     assert all(drift.value is not None and drift.value < 0.1 for drift in all_rows)
-    assert set(found) == {"lengths", "scripts", "vocabulary"}
+    assert set(found) == {"lengths", "vocabulary"}
     assert found["vocabulary"].value is not None and found["vocabulary"].value > 0.5
     assert found["vocabulary"].new_rows == MIN_NEW_ROWS
     assert drift_of_new("few", [*old, *foreign[1:]]) == {}
@@ -119,14 +118,11 @@ def test_new_rows_among_many_old_ones_are_compared_alone(tmp_path: Path) -> None
 
 
 def test_changes_are_named_with_their_shares() -> None:
-    before = DataStatistics(sources={"sft": Counter(a=3, b=1)}, duplicates={"sft": 0.5})
-    after = DataStatistics(sources={"sft": Counter(a=1, c=3)}, duplicates={"sft": 0.25})
-    lengths, sources, _, _, duplicates = compare(before, after)
+    before = DataStatistics(sources={"sft": Counter(a=3, b=1)})
+    after = DataStatistics(sources={"sft": Counter(a=1, c=3)})
+    lengths, sources, _ = compare(before, after)
     assert lengths.value is None and "no set has rows" in lengths.note
     assert sources.changes[0] == Change("c", 0.0, 0.75)
-    assert duplicates.value == 0.0  # fewer than before
-    [*_, unknown] = compare(before, DataStatistics())
-    assert unknown.value is None and "data.deduplicate" in unknown.note
 
 
 LIMITS = DriftConfig.model_validate({"warn": {"sources": None}, "stop": {"lengths": 0.5, "vocabulary": 0.3}})

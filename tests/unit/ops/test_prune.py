@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rlhf_cli import main as cli
 from rlhf_core.config.pipeline import StoreConfig
@@ -30,13 +31,13 @@ from rlhf_core.ops.prune.prune import DAY, Pruning, parse_age
 from rlhf_core.ops.prune.retention import Reason
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.registered_policies import find_artifacts
+from rlhf_core.storage.bundles import Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import acquire
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
-from rlhf_core.system.overriding import override
 from rlhf_core.system.processes import ProcessId, RecordedProcess
 from rlhf_core.system.waiting import Clock
 from rlhf_core.testing.store import ScriptedStore
@@ -415,7 +416,7 @@ def test_outbox_and_copies_of_a_bucket(
     outbox = Outbox.of(store, home / "outbox")
     assert outbox is not None
     (tmp_path / "out").mkdir()
-    outbox.add(f"artifacts/sft/{'8' * 16}", tmp_path / "out", (), folder="000001", body={})
+    outbox.add(Manifest(f"artifacts/sft/{'8' * 16}", "000001", (), {}), tmp_path / "out")
     command = pruning(store, mlflow, home, later=100)
     assert [each.label for each in command.plan().deleted] == [
         f"ppo/{refs['deleted'].key}", f"copy of ppo/{refs['deleted'].key}",
@@ -440,13 +441,14 @@ def test_outbox_and_copies_that_are_used_again(mlflow: Mlflow, home: Path, tmp_p
     prefixes = [f"artifacts/sft/{key_of(name, 'sft')}" for name in ("held", "added")]
     (tmp_path / "out").mkdir()
     for prefix in prefixes:
-        outbox.add(prefix, tmp_path / "out", (), folder="000001", body={})
+        outbox.add(Manifest(prefix, "000001", (), {}), tmp_path / "out")
         os.utime(home / "outbox" / prefix / "manifest.json", (0, 0))
     _hold(store, key_of("held", "sft"))
     command = pruning(store, mlflow, home)
     plan = command.plan()
     assert len(plan.deleted) == 3, "artifact, one of the outbox, and the copy"
-    outbox.add(prefixes[1], tmp_path / "out", (), folder="000001", body={})
+    claim(store, key_of("added", "sft"))
+    outbox.add(Manifest(prefixes[1], "000001", (), {}), tmp_path / "out")
     deletions = command.delete(plan)
     assert next(deletions)[1]
     runs.publish("old", "ppo")

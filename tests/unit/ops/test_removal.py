@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import StoreError
-from rlhf_core.ops.prune.removal import remove
+from rlhf_core.ops.prune.prune import remove
 from rlhf_core.storage.fencing import Claim, acquire, observe, renewed
 from rlhf_core.storage.inventory import (
     ArtifactName,
@@ -62,7 +63,7 @@ def remove_all(store: Store) -> None:
     """Delete every SFT model and its leftovers, as often as something can be deleted."""
     inventory, claims = found(store)
     for artifact in inventory.artifacts:
-        if artifact.stage == "sft":
+        if artifact.name.stage == "sft":
             remove(store, artifact, claims[artifact.name.key], HOME)
     inventory, claims = found(store)
     for leftover in inventory.leftovers:
@@ -126,7 +127,7 @@ from pathlib import Path
 from rlhf_core.storage import fencing
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.inventory import read_inventory
-from rlhf_core.ops.prune.removal import remove
+from rlhf_core.ops.prune.prune import remove
 from rlhf_core.system.home import Home
 from rlhf_core.testing.store import ScriptedStore
 
@@ -186,7 +187,7 @@ def test_the_stage_is_made_again_during_the_deletion(store: ScriptedStore, runs:
     store.before("delete", lambda: runs.publish("old", "sft"), call=call)
     remove(store, artifact, observed, HOME)
     again, _ = the_artifact(store)
-    assert again.folder == "000003" and again.digest == first.digest
+    assert again.folders == ("000003",) and again.digest == first.digest
     assert runs.present() == {SFT}
 
 
@@ -238,7 +239,7 @@ def test_an_upload_in_progress_is_no_leftover_and_damaged_files_stay(
     assert (ppo.is_damaged, sft.is_damaged) == (False, True)
     assert ppo.folders == ("000001",) and ppo.size == 1
     store.put_bytes(f"artifacts/ppo/{'1' * 16}/manifest.json", b"{}")
-    assert not remove(store, ppo, Claim(0, False, None, None), HOME), "it has a manifest now"
+    assert not remove(store, ppo, Claim(0, False, math.inf, frozenset()), HOME), "it has a manifest now"
 
 
 def test_claims_stay_and_later_attempts_have_other_numbers(store: ScriptedStore, runs: OldRuns) -> None:
@@ -297,4 +298,4 @@ def test_checkpoints_have_the_time_of_the_last_save(store: ScriptedStore) -> Non
     assert read_inventory(store).checkpoints == (unfinished,), "claims are no checkpoints"
     store.put_bytes(f"checkpoints/{key}/step-00000008/manifest.json", b"{}")
     [unfinished] = read_inventory(store).checkpoints
-    assert unfinished.saved is None, "the manifest cannot be read"
+    assert unfinished.saved == math.inf, "the manifest cannot be read"

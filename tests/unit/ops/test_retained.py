@@ -89,14 +89,6 @@ def test_every_registered_model_counts(mlflow: Mlflow, runs: OldRuns) -> None:
     assert ("other-name", "two") in found.registered
 
 
-def test_champions_of_releases_without_a_history(mlflow: Mlflow, runs: OldRuns) -> None:
-    for run, outcome in (("old", '{"champion": true}'), ("refused", '{"champion": false}'), ("odd", "[]")):
-        version = runs.register(run, made(run))
-        mlflow.tag_version(MODEL, version, {"rlhf.outcome": outcome})
-    runs.register("newest", made("newest"))
-    assert retained(mlflow).needed == of_runs("old", "newest")
-
-
 def test_all_pages_are_read(mlflow: Mlflow, runs: OldRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_client, "_MODELS_PER_CALL", 2)
     for number in range(5):

@@ -3,12 +3,13 @@
 - whatever the lineage: what is deleted is old, has weights, and nothing that is kept for a reason of its own
   descends from it; descendants are deleted first
 - a greater age, another version and another reader keep more, never less
-- a stage that runs, or was begun in the last week, keeps what it reads; with unknown inputs, everything stays
+- a stage that runs, or was begun in the last week, keeps what it reads
 - checkpoints and files without a manifest are deleted if the last attempt and the last save are old
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +35,13 @@ def artifact(
     name: ArtifactName,
     parents: Any = (),
     *,
-    created: float | None = 0.0,
+    created: float = 0.0,
     has_weights: bool = True,
     registered: tuple[str, str] | None = None,
 ) -> StoredArtifact:
-    return StoredArtifact(name, "000001", "d" * 64, 10, created, has_weights, frozenset(parents), registered)
+    return StoredArtifact(
+        name, ("000001",), "d" * 64, 10, created, has_weights, frozenset(parents), registered
+    )
 
 
 def known(*artifacts: StoredArtifact, **changes: Any) -> Known:
@@ -68,7 +71,7 @@ def stores(draw: st.DrawFn) -> Known:
     for number, name in enumerate(all_names):
         earlier = draw(st.sets(st.sampled_from(all_names[:number]))) if number else set()
         registered = draw(st.sampled_from([None, None, ("m", "known"), ("m", "other")]))
-        created = draw(st.sampled_from([None, NOW - 91 * DAY, NOW - 91 * DAY, NOW - 89 * DAY]))
+        created = draw(st.sampled_from([math.inf, NOW - 91 * DAY, NOW - 91 * DAY, NOW - 89 * DAY]))
         weights = draw(st.booleans())
         made.append(artifact(name, earlier, created=created, has_weights=weights, registered=registered))
     some = st.sets(st.sampled_from(all_names), max_size=2)
@@ -78,8 +81,8 @@ def stores(draw: st.DrawFn) -> Known:
 
 def own_reason(each: StoredArtifact, given_: Known) -> bool:
     """Whether an artifact is kept with all that it descends from, written another way than the code."""
-    is_young = each.created is None or NOW - each.created < given_.age
-    is_unknown = each.name.stage == "distilled" or each.registered == ("m", "other")
+    is_young = NOW - each.created < given_.age
+    is_unknown = each.registered == ("m", "other")
     return (
         is_young or is_unknown or each.name in given_.needed or each.name in given_.in_use
         or each.name.key in given_.claims
@@ -100,7 +103,7 @@ def test_nothing_is_deleted_that_something_kept_descends_from(given_: Known) -> 
                 waiting += by_name[one].descends_from - seen
             assert not seen & gone
     for name in gone:
-        assert by_name[name].has_weights and name.stage in ("sft", "ppo", "evaluate")
+        assert by_name[name].has_weights and name.stage != "data"
     order = [each.name for each in artifacts_of(given_, deleted=True)]
     for place, name in enumerate(order):
         assert not by_name[name].descends_from & set(order[:place])
@@ -138,11 +141,10 @@ SFT, PPO = ArtifactName("sft", "1" * 16), ArtifactName("ppo", "2" * 16)
     [
         (Claim(1, True, 0.0, frozenset([str(SFT)])), True),
         (Claim(1, False, NOW - 6 * DAY, frozenset([str(SFT)])), True),
-        (Claim(1, False, None, frozenset([str(SFT)])), True),
+        (Claim(1, False, math.inf, frozenset([str(SFT)])), True),
         (Claim(1, False, NOW - 8 * DAY, frozenset([str(SFT)])), False),
         (Claim(1, False, NOW - 6 * DAY, frozenset([str(PPO)])), False),
-        (Claim(1, True, 0.0, None), True),
-        (Claim(1, False, NOW, None), False),
+        (Claim(1, False, NOW, frozenset()), False),
     ],
 )
 def test_an_unfinished_stage_keeps_what_it_reads(claim: Claim, kept: bool) -> None:
@@ -163,17 +165,17 @@ def test_a_version_whose_artifact_is_gone_keeps_its_other_artifacts() -> None:
 @pytest.mark.parametrize(
     ("claim", "saved", "reason"),
     [
-        (Claim(2, False, NOW - 91 * DAY, None), NOW - 91 * DAY, None),
-        (Claim(2, False, NOW - 91 * DAY, None), NOW - 89 * DAY, Reason.YOUNG),
-        (Claim(2, False, NOW - 89 * DAY, None), NOW - 91 * DAY, Reason.YOUNG),
+        (Claim(2, False, NOW - 91 * DAY, frozenset()), NOW - 91 * DAY, None),
+        (Claim(2, False, NOW - 91 * DAY, frozenset()), NOW - 89 * DAY, Reason.YOUNG),
+        (Claim(2, False, NOW - 89 * DAY, frozenset()), NOW - 91 * DAY, Reason.YOUNG),
         (Claim(2, True, NOW - 91 * DAY, frozenset()), NOW - 91 * DAY, Reason.HELD),
-        (Claim(2, False, NOW - 91 * DAY, None), None, Reason.UNKNOWN_AGE),
-        (Claim(2, False, None, None), NOW - 91 * DAY, Reason.UNKNOWN_AGE),
-        (None, NOW - 91 * DAY, Reason.UNKNOWN_AGE),
+        (Claim(2, False, NOW - 91 * DAY, frozenset()), math.inf, Reason.YOUNG),
+        (Claim(2, False, math.inf, frozenset()), NOW - 91 * DAY, Reason.YOUNG),
+        (None, NOW - 91 * DAY, Reason.YOUNG),
     ],
 )
 def test_checkpoints_of_stages_that_were_not_continued(
-    claim: Claim | None, saved: float | None, reason: Reason | None
+    claim: Claim | None, saved: float, reason: Reason | None
 ) -> None:
     checkpoints = Unfinished(PPO.key, 10, (4, 8), saved)
     inventory = Inventory((), (), (checkpoints,), frozenset([PPO.key]))

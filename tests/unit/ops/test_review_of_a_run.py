@@ -44,7 +44,6 @@ def run(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path), "name": "small"}})
     store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
     tree = config.model_dump(mode="json", by_alias=True)
-    tree["ppo"]["guards"] = {"patience": 3, "eos_loss": "warn", "eos_loss_ratio": 0.5}  # earlier releases
     made = Provenance(config=tree)
     tokenizer = train_tokenizer(TEXTS, 300)
     encoder = Encoder(tokenizer, "chat")
@@ -106,9 +105,10 @@ def test_votes_are_counted_recorded_once_and_become_preferences(
         assert rlhf("review", run, "--votes", votes, "--home", home) == 0
         out = capsys.readouterr().out
         assert "win rate of the policy over the SFT model: 0.625" in out
-        assert "by 4 votes (2 wins, 1 losses, 1 ties)" in out
-        assert "2 preference rows for data.preference" in out and "; 1 without, because their prompt" in out
-    [file] = (run.parent / "review").glob("preferences-*.jsonl")
+        assert "on 4 pairs" in out and "recorded: 1 files, 1 people, 4 votes" in out
+        assert "agreement with the judge of the run: 0.625" in out
+        assert "2 preference rows for data.preference" in out, "the fourth prompt is a conversation"
+    [file] = (run.parent / "review").glob("labels-*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted(rows, key=lambda row: str(row["prompt"])) == [
         {"prompt": TEXTS[1], "chosen": "bad 1", "rejected": "good 1"},
@@ -131,34 +131,36 @@ def test_the_win_rate_of_all_recorded_files_is_printed_and_logged(
         file = saved_votes(run, choices)
         file.write_text(json.dumps(json.loads(file.read_text()) | {"person": person, "saved": saved}))
         assert rlhf("review", run, "--votes", file, "--home", home) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("all recorded")]
-    assert lines[0] == (
-        "all recorded files (1): win rate 0.833 [0.310, 0.982] on 3 pairs, 3 votes of 1 person; agreement of"
-        " people: none, because no pair has votes of two people"
-    )
+    lines = capsys.readouterr().out.splitlines()
+    rates = [line for line in lines if line.startswith("win rate")]
+    assert rates[0].endswith("0.833 [0.310, 0.982] on 3 pairs")
+    assert rates[2].startswith("win rate of the policy over the SFT model: 0.833 [") and rates[3] == rates[2]
+    people = [line for line in lines if line.startswith("recorded")]
+    assert people[0] == "recorded: 1 files, 1 people, 3 votes"
     # Ann's last file replaces her first one. Both agree on the first pair only.
-    assert lines[2].startswith("all recorded files (3): win rate 0.833 [")
-    assert lines[2].endswith("on 3 pairs, 5 votes of 2 people; agreement of people: 0.500 on 2 pairs")
-    assert lines[3] == lines[2]
+    assert people[2] == people[3] == "recorded: 3 files, 2 people, 5 votes"
+    agreement = [line.partition("of people: ")[2] for line in lines if line.startswith("agreement")]
+    assert agreement[0] == "none, because no pair has votes of two people"
+    assert agreement[2] == agreement[3] == "0.500 on 2 pairs"
     mlflow = Mlflow(f"sqlite:///{database}", "review")
     run_id = json.loads(run.read_text())["mlflow_run_id"]
-    points = mlflow._client.get_metric_history(run_id, "review/against_sft/all/win_rate/mean")
+    points = mlflow._client.get_metric_history(run_id, "review/against_sft/win_rate/mean")
     assert [point.value for point in points] == pytest.approx([2.5 / 3, 2 / 3, 2.5 / 3])
     last = mlflow._client.get_run(run_id).data.metrics
-    assert last["review/against_sft/all/people"] == 2
-    assert last["review/against_sft/all/agreement_of_people"] == 0.5
+    assert last["review/against_sft/people"] == 2
+    assert last["review/against_sft/agreement_of_people"] == 0.5
 
 
 @pytest.mark.parametrize(("policy", "shown"), [("dpo", "other"), ("ppo", "good"), (None, "good")])
 def test_the_page_has_the_policy_that_is_registered(policy: str | None, shown: str, run: Path) -> None:
-    """The run ended before `register`. The summary of an earlier release does not name the policy."""
+    """The run ended before `register`. The summary need not name the policy."""
     summary = json.loads(run.read_text())
     run.write_text(json.dumps(summary if policy is None else summary | {"policy": policy}))
     pairs = open_review("small-seed0", str(run.parent.parent.parent)).pairs
     assert sorted(pair.sample[pair.policy] for pair in pairs) == [f"{shown} {i}" for i in range(4)]
 
 
-@pytest.mark.parametrize("where", ["another tracker", "the database in run.home", "an earlier release"])
+@pytest.mark.parametrize("where", ["another tracker", "the database in run.home"])
 def test_votes_are_recorded_in_the_tracker_of_the_run(
     where: str, run: Path, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,13 +169,11 @@ def test_votes_are_recorded_in_the_tracker_of_the_run(
     summary = json.loads(run.read_text())
     if where == "another tracker":
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home}/unused.db")
-    elif where == "the database in run.home":
+    else:
         shutil.copy(database, home / "mlflow.db")
         summary["tracking_uri"] = None
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home}/unused.db")
         database = home / "mlflow.db"
-    else:
-        del summary["tracking_uri"]
     run.write_text(json.dumps(summary))
     assert rlhf("review", run, "--votes", saved_votes(run, {"p0": "ppo"}), "--home", home) == 0
     mlflow = Mlflow(f"sqlite:///{database}", "review")

@@ -99,7 +99,7 @@ def test_without_scores_there_is_no_agreement(home: Path, capsys: pytest.Capture
     made_run(home / "people", NAME, [AnswersToPrompt("p", "Name a colour.", tuple(unscored))])
     votes = saved_votes(home, open_review(NAME, str(home / "people"), "sample").pairs, ["1"])
     assert rlhf("review", NAME, "--home", home / "people", "--of", "sample", "--votes", votes) == 0
-    assert "1 votes, 0 of them ties; agreement with the judge of the samples: none" in capsys.readouterr().out
+    assert "agreement with the judge of the run: none" in capsys.readouterr().out
 
 
 def test_votes_become_rows_for_the_next_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,10 +125,10 @@ def test_votes_become_rows_for_the_next_run(home: Path, capsys: pytest.CaptureFi
     for _ in range(2):
         assert rlhf("review", NAME, "--home", home, "--of", "sample", "--votes", votes) == 0
         out = capsys.readouterr().out
-        assert "4 votes, 1 of them ties; agreement with the judge of the samples: 0.625" in out
+        assert "4 votes" in out and "agreement with the judge of the run: 0.625" in out
         assert "win rate" not in out
         assert "3 preference rows for data.preference" in out
-    [file] = folder.glob("preferences-*.jsonl")
+    [file] = folder.glob("labels-*.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     chosen = [pair.first if vote == "1" else pair.second for pair, vote in zip(pairs, best, strict=True)]
     assert [row["prompt"] for row in rows] == [pair.prompt for pair in pairs[:3]]

@@ -17,7 +17,7 @@ from rich.console import Console
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import GateFailed, InputError
-from rlhf_core.ops.rounds.rounds import round_overrides, rounds_table, run_rounds
+from rlhf_core.ops.rounds import round_overrides, rounds_table, run_rounds
 
 DEMO = "deployments/configs/demo.yaml"
 KEYS = ("a" * 16, "b" * 16, "c" * 16)
@@ -128,7 +128,7 @@ def test_the_table_shows_scores_and_win_rates_by_the_measure_of_the_run(
     measures: tuple[str, ...], title: str
 ) -> None:
     scores = {"sft": {"mean": -2.5}, "ppo": {"mean": 1.25}}
-    evaluate = dict.fromkeys(measures, scores) | {"win_rate": {"mean": 0.75}}
+    evaluate = dict.fromkeys(measures, scores) | {"policies": {"ppo": {"win_rate": {"mean": 0.75}}}}
     console = Console(width=140)
     with console.capture() as capture:
         console.print(rounds_table([summary_of(1, evaluate=evaluate), summary_of(2, evaluate=evaluate)]))
@@ -146,7 +146,8 @@ def printed(summaries: list[dict[str, Any]], width: int = 140) -> str:
 
 def test_the_table_has_the_registered_policy_and_says_whose_answers_the_rows_are() -> None:
     scores = {"sft": {"mean": -2.5}, "ppo": {"mean": 1.25}, "dpo": {"mean": 0.5}}
-    evaluate = {"gold_reward": scores, "win_rate": {"mean": 0.75}, "win_rate_dpo": {"mean": 0.625}}
+    rates = {"ppo": {"win_rate": {"mean": 0.75}}, "dpo": {"win_rate": {"mean": 0.625}}}
+    evaluate = {"gold_reward": scores, "policies": rates}
     summary = summary_of(1, evaluate=evaluate, policy="dpo") | {"run": "tiny-seed0-0f9348b7"}
     summary["sample"]["policy"] = "sft"
     text = printed([summary], width=80)

@@ -6,14 +6,12 @@
 - ties, votes of other pages and earlier files of the same page load do not count
 - several people give one row for each pair, that of the majority; the same votes give the same file
 - files that `rlhf review` has not recorded do not count, and cannot hide the recorded ones
-- a recording that was interrupted does not count, and changes nothing
 - another machine for the stage `data` is refused, because it has not the rows
 - the last round needs no votes
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import shutil
@@ -36,7 +34,7 @@ from rlhf_core.errors import ConfigError, InputError, VotesNeeded
 from rlhf_core.evaluation.review import BlindPair, page_digest
 from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer
 from rlhf_core.ops.review.record import open_review, record_votes
-from rlhf_core.ops.rounds.rounds import number_of_rows, round_overrides, run_rounds
+from rlhf_core.ops.rounds import round_overrides, run_rounds
 from tests.support.sampled_run import made_run, save_votes
 
 DEMO = "deployments/configs/demo.yaml"
@@ -146,23 +144,22 @@ def test_the_majority_of_all_votes_on_a_pair_is_its_label(tmp_path: Path) -> Non
         return {"prompt": pair.prompt, "chosen": text, "rejected": other}
 
     agreed = label(first.first, first.second, first)
-    assert review.labels() == [agreed], "both prefer the first answer, and disagree on the others"
+    assert review.rows() == [agreed], "both prefer the first answer, and disagree on the others"
     record(command, in_session(rounds.vote("small-1", ["2", "1"], saved=40, pairs=2), "third person"))
     # The same page load again, on a smaller page: its last votes on these pairs count, once.
     for saved in (50, 51):
         record(command, in_session(rounds.vote("small-1", ["1", "2"], saved, pairs=2), "second person"))
     rows = [agreed, label(second.first, second.second, second)]
-    assert review.labels() == rows
-    assert number_of_rows(rounds.config, {"run": "small-1"}) == 2
+    assert review.rows() == rows
 
     assert rounds.run(2) == ["small-1", "small-2"], "one source more"
-    [file] = review.folder.glob("labels-*.jsonl")
+    file = review.write_rows(rows)
     data = rounds.made["small-2"].data
     assert [data.sft[1].path, data.preference[1].path] == [str(file)] * 2
     assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     record(command, in_session(rounds.vote("small-1", ["tie", "tie", "tie"], saved=60), "fourth person"))
     assert rounds.run(2) == ["small-1", "small-2"]
-    assert list(review.folder.glob("labels-*.jsonl")) == [file], "the same rows are the same file"
+    assert review.write_rows(review.rows()) == file, "the same rows are the same file"
 
 
 def test_only_recorded_files_count(tmp_path: Path) -> None:
@@ -174,31 +171,10 @@ def test_only_recorded_files_count(tmp_path: Path) -> None:
     download = review.folder / f"votes-{page_digest(review.pairs)[:8]}.json"
     shutil.copy(later, download)
     (review.folder / "votes-notes.json").write_text("not of a page")
-    shutil.copy(later, review.folder / f"votes-{hashlib.sha256(later.read_bytes()).hexdigest()[:8]}.json")
     assert "round 2 needs votes of people" in rounds.needed(2)
     record(command, votes)
     liked = [pair.first for pair in review.pairs]
-    assert [row["chosen"] for row in review.labels()] == liked
-    [rows] = review.folder.glob("preferences-*.jsonl")
-    shutil.copy(rows, download.with_name(f"preferences-{download.stem[6:]}.jsonl"))
-    assert [row["chosen"] for row in review.labels()] == liked, "its name is not that of its content"
-
-
-def test_a_recording_that_is_interrupted_changes_nothing(tmp_path: Path) -> None:
-    rounds = Rounds(tmp_path)
-    record(rounds.needed(2).split("`")[1], in_session(rounds.vote("small-1", ["1"] * 3), "a person"))
-    review = open_review("small-1", str(tmp_path), "sample")
-    before = review.labels(), set(review.folder.glob("votes-*.json"))
-    later = in_session(rounds.vote("small-1", ["2"] * 3, saved=2), "a person")
-    digest = hashlib.sha256(later.read_bytes()).hexdigest()[:8]
-    obstacle = review.folder / f"preferences-{digest}.jsonl"
-    obstacle.mkdir()  # the rows cannot be written
-    with pytest.raises(OSError, match=obstacle.name):
-        record_votes(review, later)
-    assert (review.labels(), set(review.folder.glob("votes-*.json"))) == before
-    obstacle.rmdir()
-    record_votes(review, later)
-    assert [row["chosen"] for row in review.labels()] == [pair.second for pair in review.pairs]
+    assert [row["chosen"] for row in review.rows()] == liked
 
 
 def test_without_pairs_the_votes_are_demonstrations_only(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 - a stale or damaged state file is not accepted as a running supervisor, and no foreign process is stopped
 - a process is stopped only if it has the home in its environment
-- `up` refuses a second supervisor, also one that is just starting, an unknown database, and a folder without
-  the project
+- `up` refuses a second supervisor, an unknown database, and a folder without the project
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -117,15 +115,6 @@ def test_up_refuses_a_second_supervisor(
     write_json(home.servers_state, state_of(supervisor))
     with pytest.raises(InputError, match="are up already"):
         up(home, dict)
-
-
-def test_up_refuses_to_disturb_another_one_that_starts_the_servers(home: Home) -> None:
-    home.servers.mkdir()
-    with home.servers_lock.open("w") as other, _sleeping(home) as new:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="another `rlhf up` is starting the servers of"):
-            up(home, dict)
-        assert new.alive()
 
 
 def test_up_refuses_a_database_other_than_postgresql(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 - candidates are the configuration, one engine for each core whatever `run.threads` is, and both with
   staleness; none that is refused or is the configuration already
-- on GPUs they are the fastest splits of the plan, each with another layout; the measured fastest is written,
-  also if the plan's is another
+- on GPUs they are the fastest settings of the plan, each with another placement; the measured fastest is
+  written, also if the plan's is another
 - the fastest candidate is written with the user's overrides; an existing file is never overwritten
 - a candidate that fails is left out; if none runs, nothing is written
 - the table shows problems and overrides without markup
@@ -63,7 +63,7 @@ def test_the_demo_is_tried_with_an_engine_for_each_core(file: Path) -> None:
     assert ("ppo.engine.count=2",) in candidates(load_config(demo), demo, [])
 
 
-def test_several_splits_of_the_plan_are_measured_on_gpus(file: Path, tmp_path: Path) -> None:
+def test_several_placements_of_the_plan_are_measured_on_gpus(file: Path, tmp_path: Path) -> None:
     measured: list[PipelineConfig] = []
 
     def train(config: PipelineConfig, context: StageContext) -> None:
@@ -73,7 +73,7 @@ def test_several_splits_of_the_plan_are_measured_on_gpus(file: Path, tmp_path: P
         for step in range(1, config.ppo.steps + 1):
             context.metrics.log_metrics({"timing/step": seconds}, step)
 
-    with on_machine(ScriptedMachine(cores=16, gpus=["NVIDIA H100 80GB HBM3"] * 4)):
+    with on_machine(ScriptedMachine(cores=16, gpus=["NVIDIA H100 80GB HBM3"] * 8)):
         overrides = ("run.device=cuda", "ppo.staleness=1", "ppo.engine.count=1")
         publish_inputs(load_config(file, overrides))
         split, *others = [each for each in found(file, *overrides) if each]

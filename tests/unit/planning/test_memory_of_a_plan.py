@@ -25,12 +25,12 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.ops.plan.speed import optimizer_step_time
 from rlhf_core.pipeline import stages_between
-from rlhf_core.planning.advice import advise
 from rlhf_core.planning.check import check_memory
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.memory import Model, engine_memory
+from rlhf_core.planning.search import advise
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, config, eight_b, peak
@@ -61,7 +61,7 @@ def test_weights_in_host_memory_leave_the_device_and_cost_time() -> None:
     ) == pytest.approx(1.05 * 2 * eight_b().parameters / 4)
     hardware = parse_gpus("8xA100-80G")
     optimizer, everything = (
-        optimizer_step_time(Model(eight_b(), sft(offload).sft.deepspeed), 64, 1024, 8192, hardware).total
+        optimizer_step_time(Model(eight_b(), sft(offload).sft.deepspeed), 64, 1024, 8192, hardware)
         for offload in ("optimizer", "all")
     )
     assert everything > optimizer
@@ -178,7 +178,7 @@ def test_too_little_memory_too_few_devices_and_no_room_for_one_sequence_are_name
 def test_the_changes_offered_make_it_fit_and_none_could_be_left_out(gpus: str) -> None:
     hardware, shape = parse_gpus(gpus), eight_b()
     wanted = config()
-    changes = advise(wanted, lambda changed: compare_memory(changed, shape, hardware))
+    changes = advise(wanted, shape, hardware)
     assert changes
     tree = wanted.model_dump(mode="json", by_alias=True)
 
@@ -209,15 +209,12 @@ def test_a_small_change_is_enough_for_a_small_problem() -> None:
         sft={"deepspeed": {"ranks": 4, "zero_stage": 3, "dtype": "bfloat16"}, "micro_batch_tokens": 16384}
     )
     wanted = wanted.model_copy(update={"ppo": load_config(CONFIGS / "production.yaml").ppo})
-    found = advise(wanted, lambda changed: compare_memory(changed, eight_b(), parse_gpus("8xA100-80G")))
+    found = advise(wanted, eight_b(), parse_gpus("8xA100-80G"))
     assert found == ("sft.deepspeed.gradient_checkpointing=true",)
 
 
 def test_without_any_way_out_none_is_offered() -> None:
-    assert (
-        advise(config(), lambda changed: compare_memory(changed, eight_b(), parse_gpus("RTX4090-24G")))
-        is None
-    )
+    assert advise(config(), eight_b(), parse_gpus("RTX4090-24G", host_memory_gib=0)) is None
 
 
 def test_before_a_run_gpus_that_are_too_small_are_refused_with_a_fix(
@@ -263,7 +260,7 @@ def test_on_a_cpu_the_engines_of_the_evaluation_share_its_memory() -> None:
     assert [(problem.stage, problem.what) for problem in verdict.problems] == [("evaluate", "memory")]
     [load] = [load for load in verdict.loads if (load.stage, load.phase) == ("evaluate", "sample")]
     assert (load.devices, load.engine.cache) == (16, 4 * GIB)
-    assert advise(wanted, lambda changed: compare_memory(changed, shape, hardware)) == ("evaluate.engines=4",)
+    assert advise(wanted, shape, hardware) == ("evaluate.engines=4",)
 
 
 def test_processes_that_share_one_memory_are_added_up() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.batches import describe_batches
-from rlhf_core.ops.plan.search import Split, fastest
+from rlhf_core.ops.plan.plan import fastest_settings
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
+from rlhf_core.planning.search import with_changes
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 HARDWARE = parse_gpus("2xA100-40G")
@@ -34,7 +35,7 @@ def test_the_plan_has_dpo_only_if_it_is_enabled() -> None:
     loads = {load.stage: load.total for load in verdict.loads if load.phase == "load"}
     assert loads["dpo"] == loads["sft"]
     assert "dpo: needs 4 devices; there are 2" in [problem.text for problem in verdict.problems]
-    sizes = {size.stage: size.bytes for size in checkpoint_sizes(wanted, shape, HARDWARE)}
+    sizes = checkpoint_sizes(wanted, shape)
     assert sizes["dpo"] == sizes["sft"]
     errors = [str(error) for error in check_gpu_counts(wanted, 2)]
     assert any("dpo.deepspeed.ranks: must be at most the 2 visible GPUs; got 4" in error for error in errors)
@@ -44,12 +45,10 @@ def test_the_plan_has_dpo_only_if_it_is_enabled() -> None:
     assert not any("dpo" in str(error) for error in check_gpu_counts(config(), 2))
 
 
-def test_the_fastest_split_of_dpo_fits() -> None:
+def test_the_fastest_settings_of_dpo_fit() -> None:
     shape = known_shape("qwen3-0.6b")
     assert shape is not None
-    [split] = [found for found in fastest(config(enabled=True), shape, HARDWARE) if found.stage == "dpo"]
-    assert isinstance(split, Split)
-    tree = config(enabled=True).model_dump(mode="json", by_alias=True)
-    overrides = [f"{name}={value}" for name, value in split.changes.items()]
-    changed = config_from_tree(tree, "test", overrides)
+    [(_, changes)] = fastest_settings(config(enabled=True), (), shape, HARDWARE)["dpo"]
+    changed = with_changes(config(enabled=True), changes)
+    assert changed is not None and all(name.startswith("dpo.") for name in changes)
     assert "dpo" not in {problem.stage for problem in compare_memory(changed, shape, HARDWARE).problems}

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
-from rlhf_core.models.known_shapes import known_shape
+from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.speed import group_time
 from rlhf_core.planning.checkpoints import checkpoint_sizes
@@ -36,9 +36,9 @@ def test_every_member_counts_in_memory_and_time() -> None:
         changed = config({"members": members} if members > 1 else None)
         [group] = [group for group in plan(changed.ppo).groups if "reward" in group.roles]
         loads = {load.phase: load for load in group_loads(changed, shape, group, "cuda")}
-        scoring, _ = group_time(changed, shape, group, HARDWARE, spans=False)
-        sizes = {size.stage: size.bytes for size in checkpoint_sizes(changed, shape, HARDWARE)}
-        found[members] = (loads["score"].bytes.weights, scoring.total, sizes["reward"], len(group.roles))
+        scoring, _ = group_time(changed, shape, group, HARDWARE)
+        sizes = checkpoint_sizes(changed, shape)
+        found[members] = (loads["score"].bytes.weights, scoring, sizes["reward"], len(group.roles))
         assert len(ppo_models(changed, shape, group)) == len(group.roles) + members - 1
     assert found[3][0] - found[1][0] == 2 * weights
     assert found[3][1] / found[1][1] == (found[1][3] + 2) / found[1][3]

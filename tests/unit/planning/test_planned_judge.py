@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.models.known_shapes import known_shape
-from rlhf_core.models.shape import ModelShape
-from rlhf_core.ops.plan.search import Split, fastest
-from rlhf_core.planning.advice import advise
+from rlhf_core.models.shape import ModelShape, known_shape
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
+from rlhf_core.planning.search import advise
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 SHAPES = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "shapes"
@@ -89,7 +87,7 @@ def test_a_judge_that_labels_answers_is_a_load_of_the_stage_sample(folder: str) 
     verdict = compare_memory(configured, small(), small_gpus)
     assert [problem.stage for problem in verdict.problems] == ["sample", "evaluate"]
     assert verdict.problems[0].text.startswith("sample: the KV cache of an engine with evaluate.language_")
-    changes = advise(configured, lambda changed: compare_memory(changed, small(), small_gpus))
+    changes = advise(configured, small(), small_gpus)
     assert changes is not None and any("gpu_memory_utilization" in change for change in changes)
 
 
@@ -102,12 +100,11 @@ def test_a_judge_that_does_not_fit_is_a_problem_with_a_way_out(folder: str) -> N
     assert verdict.problems[0].text.startswith(
         "evaluate: the KV cache of an engine with evaluate.language_model.path holds 0 tokens; a question"
     )
-    changes = advise(configured, lambda changed: compare_memory(changed, small(), hardware))
+    changes = advise(configured, small(), hardware)
     assert changes is not None
     tree = configured.model_dump(mode="json", by_alias=True)
     assert compare_memory(config_from_tree(tree, "test", changes), small(), hardware).fits
-    split = fastest(configured, small(), hardware)[-1]
-    assert isinstance(split, Split) and "evaluate.ranks" not in split.changes
+    assert not any(change.startswith("evaluate.ranks") for change in changes), "ranks do not help a judge"
 
 
 def test_on_a_cpu_the_models_of_the_evaluation_are_in_memory_one_after_the_other(folder: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.load import config_from_tree
@@ -34,7 +35,6 @@ from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
@@ -80,7 +80,7 @@ class Controller(PPOController):
         ranks: Any = {role: [ScriptedRank(models)] for role in models}
         no_rewards: Any = None
         fleet = self.fleet_class(config, ranks=ranks)
-        super().__init__(config, fleet, self.prompts, lambda ids: "", no_rewards, context)
+        super().__init__(fleet, self.prompts, lambda ids: "", no_rewards, context)
         self.script(experiences)
 
     def script(self, experiences: Sequence[_Experience]) -> None:

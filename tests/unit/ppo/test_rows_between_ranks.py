@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.ppo.fleet.routes import route
+from rlhf_core.ppo.training.batch import route
 from rlhf_core.ppo.training.rank_rows import Exchange, exchanged
 from rlhf_core.ppo.update import plan_exchange
 from tests.unit.ppo.fleet.test_fleet import chunked

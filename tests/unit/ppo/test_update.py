@@ -25,8 +25,7 @@ from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.ppo.fleet.fleet import Scattered
-from rlhf_core.ppo.fleet.routes import route
-from rlhf_core.ppo.training.batch import Places, RolloutBatch
+from rlhf_core.ppo.training.batch import Places, RolloutBatch, route
 from rlhf_core.ppo.training.experience import Whitening
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import CriticInputs, Exchange, _packed, _unpacked

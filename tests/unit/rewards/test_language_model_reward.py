@@ -25,10 +25,10 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.rewards import LanguageModelReward, WellFormedReward
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.chat_service import ModelReply, Replies
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.rewards.language_model import grade_of
-from rlhf_core.rewards.replies import ModelReply, Replies
 from rlhf_core.types import RewardInput
 from tests.support.chat_server import ChatServer
 
@@ -161,7 +161,9 @@ def test_a_model_that_refuses_a_parameter_ends_the_step(code: str) -> None:
     """It would refuse every question."""
     error = {"message": "'max_tokens' is not supported", "param": "max_tokens", "code": code}
     with ChatServer(lambda _: {"status": 400, "error": error}) as server:
-        with pytest.raises(RewardError, match=r"status 400, .*name a model that takes max_tokens"):
+        with pytest.raises(
+            RewardError, match=r"reward language_model: .* status 400: .*; name a model that takes"
+        ):
             score(server, "1", on_error="mask")
         error["code"] = "context_length_exceeded"
         assert math.isnan(score(server, "1", on_error="mask").total[0])

@@ -6,12 +6,10 @@
 - a failing replica is avoided while others answer; without any, the failure comes in time
 - an item without a score, or one that the service refuses, does not affect the other items
 - redirects, wrong tokens and wrong paths end the step at once; redirects are not followed
-- only addresses that the allow-list covers are connected to; proxies of the environment are not used
-- the certificate is checked against the name in the url, for any address, and for each name of an address
-- the token is sent, but not unencrypted to a public address
+- proxies of the environment are not used, and the certificate is checked against the name in the url
+- the token is sent; the checks before the start refuse one that would be sent unencrypted to a public address
 """
 
-import asyncio
 import json
 import math
 import socket
@@ -29,11 +27,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.access_token import TOKEN_VARIABLE
+from rlhf_core.rewards.check import check_rewards
 from rlhf_core.rewards.failures import Failure, Outcome
-from rlhf_core.rewards.post import MAX_ANSWER_BYTES, NoAnswer, Poster, Resolve
+from rlhf_core.rewards.post import MAX_ANSWER_BYTES, TOKEN_VARIABLE
 from rlhf_core.rewards.remote import RemoteService, read_answer
 from rlhf_core.types import RewardInput
 
@@ -271,14 +270,6 @@ def test_an_item_that_is_refused_costs_no_other_its_score(serve: Any, status: in
     assert [v for v in outcome.values if not math.isnan(v)] == [1.0, 2.0, 4.0, 5.0]
 
 
-def test_request_without_any_success_ends_the_search(serve: Any) -> None:
-    service = serve(with_status(500))
-    outcome = ask([service], batch(*"abcdefgh"), items_per_request=4, retries=0, breaker_failures=99)
-    assert len(outcome.reasons) == 8
-    # Two requests, and the search within the first: its halves and theirs.
-    assert sorted(map(len, service.seen)) == [1, 1, 1, 1, 2, 2, 4, 4]
-
-
 def test_a_refusal_is_not_repeated(serve: Any) -> None:
     service = serve(with_status(422))
     ask([service], batch("a"))
@@ -341,64 +332,15 @@ def test_permanent_error_ends_the_step_at_once(serve: Any, status: int, words: s
     assert (len(service.seen), len(elsewhere.seen)) == (1, 0)
 
 
-def resolved_to(*addresses: str) -> Resolve:
-    """Return a name service that has these addresses for every name."""
-    return lambda *_args, **_kwargs: [(2, 1, 6, "", (address, 0)) for address in addresses]
-
-
-async def post(
-    urls: Sequence[str],
-    allowed_hosts: Sequence[str],
-    addresses: Sequence[str] = ("127.0.0.1",),
-    token: str | None = None,
-) -> list[tuple[int, Any]]:
-    """Send an item to each url, by one poster whose names have these addresses."""
-    poster = Poster("reward", allowed_hosts, token, TOKEN_VARIABLE, resolved_to(*addresses))
-    body = b'{"items": [{"response": "a"}]}'
-    try:
-        answers = [await poster.post(url, body, 5.0) for url in urls]
-    finally:
-        await poster.close()
-    return [(answer.status, json.loads(answer.body)) for answer in answers]
-
-
-SCORED = (200, {"scores": [1]})
-
-
-def test_private_address_needs_the_allow_list(serve: Any) -> None:
-    service = serve(lengths)
-    url = service.url.replace("127.0.0.1", "scores.example")
-    with pytest.raises(
-        RewardError, match=r"scores\.example leads to 127\.0\.0\.1, which is a private address"
-    ):
-        asyncio.run(post([url], ("scores.example",)))
-    assert service.seen == []
-    assert asyncio.run(post([url], ("scores.example", "127.0.0.0/8"))) == [SCORED]
-    assert service.headers[0]["host"] == f"scores.example:{service.server_port}"
-
-
-def test_the_next_address_of_a_name_is_tried(serve: Any) -> None:
-    service = serve(lengths)
-    url = service.url.replace("127.0.0.1", "localhost")
-    for addresses in (("127.0.0.2", "127.0.0.1"), ("127.0.0.1", "127.0.0.2")):
-        assert asyncio.run(post([url], ("localhost",), addresses)) == [SCORED]
-
-
-def test_the_certificate_is_checked_against_each_name_of_an_address(
+def test_the_certificate_is_checked_against_the_name_of_the_url(
     serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     service = serve(lengths)
-    use_https(service, monkeypatch, self_signed(tmp_path / "both.pem", "scores.example"))
-    hosts = ("scores.example", "other.example", "127.0.0.1")
-    right = f"https://scores.example:{service.server_port}/score"
-    wrong = right.replace("scores.", "other.")
-    with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
-        asyncio.run(post([wrong], hosts))
-    assert service.seen == []
-    assert asyncio.run(post([right], hosts)) == [SCORED]
-    with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
-        asyncio.run(post([right, right, wrong], hosts))
-    assert len(service.seen) == 3
+    use_https(service, monkeypatch, self_signed(tmp_path / "both.pem", "localhost"))
+    right = f"https://localhost:{service.server_port}/score"
+    outcome = ask([right.replace("localhost", "127.0.0.1")], batch("a"), retries=0)
+    assert "CERTIFICATE_VERIFY_FAILED" in outcome.reasons[0] and service.seen == []
+    assert ask([right], batch("a"), allowed_hosts=("localhost",)) == Outcome([1.0])
 
 
 def use_https(service: Service, monkeypatch: pytest.MonkeyPatch, certificate: Path) -> None:
@@ -464,10 +406,14 @@ def test_token_that_is_no_valid_header_is_refused(monkeypatch: pytest.MonkeyPatc
     assert "s3" not in str(refused.value)
 
 
-def test_token_is_not_sent_unencrypted_to_a_public_address() -> None:
-    url, host = "http://scores.example/score", "scores.example"
-    with pytest.raises(
-        RewardError, match=r"clear text to scores\.example, a public address; use https"
-    ) as refused:
-        asyncio.run(post([url], (host,), ("93.184.215.14",), token="s3cret"))
-    assert "s3cret" not in str(refused.value)
+def test_token_is_not_sent_unencrypted_to_a_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("93.184.215.14", 0))])
+    for scheme, expected in (
+        ("http", ["must be https where a token is sent to a public address"]),
+        ("https", []),
+    ):
+        source = {"type": "remote", "urls": [f"{scheme}://a.example/x"], "allowed_hosts": ["a.example"]}
+        found = [str(f) for f in check_rewards(config_from_tree({"ppo": {"rewards": [source]}}, "test"))]
+        assert [text.split(": ")[1].split(";")[0] for text in found] == expected
+        assert "s3cret" not in "".join(found)

@@ -160,7 +160,7 @@ def test_a_stage_on_a_cluster_knows_the_later_stages_of_its_run(
     found: list[StageName] = []
 
     def body(context: StageContext) -> None:
-        assert context.nodes is not None
+        assert isinstance(context.nodes, ClusterNodes)
         found.extend(context.nodes.stages)
 
     attempt(body, until="reward")

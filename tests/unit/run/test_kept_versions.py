@@ -22,9 +22,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import SETS
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, GateFailed, StageHeld, VotesNeeded
-from rlhf_core.ops import api
+from rlhf_core.ops import api, rounds
 from rlhf_core.ops.retraining import Retraining
-from rlhf_core.ops.rounds import rounds
 from rlhf_core.run.checks import CheckedConfig, load_and_check
 from rlhf_core.run.pipeline_run import open_run
 from rlhf_core.run.references import resolve_kept

@@ -41,7 +41,7 @@ from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.processes import ProcessId, RecordedProcess
+from rlhf_core.system.processes import ProcessId, RecordedProcess, here
 from rlhf_core.tracking.champions import REVOKED, WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
@@ -201,11 +201,11 @@ def test_new_run_names_the_unfinished_run_that_it_does_not_continue(tmp_path: Pa
     assert "run.seed was 0 and is 2, the content of data.sft[0] has changed" in moved.unfinished_predecessor()
     file = first.folder / "run.json"
     known = json.loads(file.read_text())
-    ended = [1, 0.0, socket.gethostname()]
-    for process in ([1, 0.0, "another-host"], [*ended, "another boot", ""]):
+    host, machine = here()
+    for process in ([1, 0.0, "another-host", machine, ""], [1, 0.0, host, "another boot", ""]):
         file.write_text(json.dumps({**known, "state": "running", "process": process}))
         assert other.unfinished_predecessor() == "", "it may be running elsewhere"
-    file.write_text(json.dumps({**known, "state": "running", "process": ended}))  # an earlier release's
+    file.write_text(json.dumps({**known, "state": "running", "process": [1, 0.0, host, machine, ""]}))
     assert "stopped in ppo" in other.unfinished_predecessor()
     file.write_text(json.dumps({**known, "state": "finished"}))
     assert other.unfinished_predecessor() == ""

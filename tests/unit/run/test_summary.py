@@ -72,8 +72,9 @@ def test_the_summary_has_the_documented_fields() -> None:
     assert ("reward model, held-out accuracy", "0.900  [0.850, 0.940]") in results(summary)
     assert ("the same, prompts exchanged", "0.600") in results(summary), "of an earlier release"
     assert summary["evaluate"]["gold_reward"]["ppo"] == {"mean": 1.1, "low": 1.0, "high": 1.2}
-    assert summary["evaluate"]["win_rate"] == {"mean": 0.8, "low": 0.7, "high": 0.9}
-    assert summary["evaluate"]["kl"] == 3.5
+    table = {"win_rate": {"mean": 0.8, "low": 0.7, "high": 0.9}, "kl": 3.5}
+    assert summary["evaluate"]["policies"] == {"ppo": table}
+    assert summary["evaluate"]["gold_reward"]["difference"]["ppo"]["low"] == 0.9
     assert summary["weights_sha256"] == "abc"
     assert summary["mlflow_run_id"] == "m1"
 
@@ -155,7 +156,7 @@ def test_result_table_has_dpo_next_to_ppo() -> None:
         assert rows[name] == "0.600  [0.500, 0.700]"
     assert rows["the same, length-controlled"] == "0.600  [0.500, 0.700]"
     assert rows["KL to the SFT model, DPO"] == "1.5 nats per response"
-    assert summary["evaluate"]["kl_dpo"] == 1.5 and "win_rate_dpo" not in summary["evaluate"]
+    assert summary["evaluate"]["policies"]["dpo"] == {"kl": 1.5}
 
 
 def test_partial_summary_omits_other_stages() -> None:
@@ -167,7 +168,7 @@ def test_partial_summary_omits_other_stages() -> None:
 
 def test_incomplete_interval_is_not_reported() -> None:
     made = StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)
-    assert summarize({"evaluate": made}, 1.0, IDENTITY)["evaluate"] == {"kl": 1.0}
+    assert summarize({"evaluate": made}, 1.0, IDENTITY)["evaluate"] == {"policies": {"ppo": {"kl": 1.0}}}
 
 
 def test_markdown_shows_every_stage_and_escapes_cells() -> None:

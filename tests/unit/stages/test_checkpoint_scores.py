@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.models.batching import TokenBatch, TokenSequence
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages import reward, sft
 from rlhf_core.stages.training import Training, train_epochs
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample

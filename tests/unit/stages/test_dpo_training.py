@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, pipeline_key, stage_inputs, stage_key
@@ -31,7 +32,6 @@ from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages.dpo import ReferencedPair, evaluate_dpo, train_dpo, train_step, with_reference
 from rlhf_core.stages.training import Training
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import EnsembleConfig
@@ -32,8 +33,8 @@ from rlhf_core.models.ensemble import load_ensemble, member_folder
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.members import Member, train_members
+from rlhf_core.stages.training import Folders
 from rlhf_core.system.heartbeat import Monitor, current_activity, register, unregister
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, scripted_trainers, single_rank
@@ -279,19 +280,10 @@ def test_first_member_is_the_model_of_a_run_without_ensemble(tmp_path: Path) -> 
     for name, ensemble in (("plain", None), ("ensemble", {"members": 3})):
         section = {"ensemble": ensemble, "min_accuracy": 0.0, "batch_size": 1, "epochs": 1}
         config = config_from_tree({"run": {"device": "cpu"}, "reward": section}, "test")
-        context = stage_context(tmp_path / name, inputs={"sft": tmp_path / "sft"})
+        inputs = {"data": data, "sft": tmp_path / "sft"}
+        context = stage_context(tmp_path / name, inputs=inputs)
         with single_rank(), scripted_trainers(Noting) as trainers:
-            reward._train(
-                Rank(),
-                config,
-                data,
-                tmp_path / "sft",
-                context.scratch,
-                context.output,
-                "reward",
-                None,
-                context,
-            )
+            reward._train(Rank(), config, Folders.of(context), "reward", context)
         assert isinstance(context.progress, RecordingProgress)
         assert {report[0] for report in context.progress.reports} == {"reward"}
         orders += [trainer.seen for trainer in trainers if isinstance(trainer, Noting)]

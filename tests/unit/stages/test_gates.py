@@ -19,7 +19,7 @@ from rlhf_core.run.retries import RetryPolicy
 from rlhf_core.run.stage_runner import get_or_run_stage
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.stages.pairs import accuracy_interval
+from rlhf_core.stages.training import accuracy_interval
 from rlhf_core.testing import stage_context
 from rlhf_core.types import ArtifactRef, PairExample
 

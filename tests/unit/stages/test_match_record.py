@@ -84,14 +84,13 @@ def test_a_match_is_continued_only_if_no_group_has_changed(group: str, continues
 
 
 def test_the_first_champion_is_tested_by_group() -> None:
-    content: dict[str, Any] = {
-        "win_rate": {"mean": 0.7}, "verdicts": {"wins": 5, "losses": 0, "ties": 1}, "prompts": 48,
-    }  # fmt: skip
-    grouped = Evaluation.of(content, None)
+    table = {"win_rate": {"mean": 0.7}, "verdicts": {"wins": 5, "losses": 0, "ties": 1}}
+    content: dict[str, Any] = {"policies": {"ppo": table}, "prompts": 48}
+    grouped = Evaluation.of(content, "ppo")
     decision = decide(grouped, None, gate=GATE, level=0.01)
     # 1 / 32 for five wins of five
     assert not decision.champion and "on 6 groups of 48 prompts" in decision.text
     assert "p=0.031" in decision.text and "groups of prompts are needed" in decision.text
     assert Evaluation.from_json(grouped.to_json()) == grouped
-    alone = Evaluation.of(content | {"prompts": 6}, None)
+    alone = Evaluation.of(content | {"prompts": 6}, "ppo")
     assert alone == replace(grouped, grouped_prompts=0) and "grouped_prompts" not in alone.to_json()

@@ -22,8 +22,9 @@ from rlhf_core.config.keys import stage_inputs
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.policy_files import POLICY_STAGE, PolicyFiles
 from rlhf_core.ops.publish.card import model_card
+from rlhf_core.ops.serve import serve_command
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.registered_policies import load_registered, serve_command
+from rlhf_core.run.registered_policies import load_registered
 from rlhf_core.stages import register
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
@@ -48,36 +49,37 @@ def regression(ppo: float, dpo: float) -> dict[str, Any]:
             "sft": interval(0.5),
             "ppo": interval(0.5 + ppo),
             "dpo": interval(0.5 + dpo),
-            "difference": interval(ppo),
-            "difference_dpo": interval(dpo),
+            "difference": {"ppo": interval(ppo), "dpo": interval(dpo)},
             "margin": 0.1,
         }
     }
 
 
 EVALUATION = {
-    "win_rate": interval(0.4),
-    "win_rate_length_controlled": interval(0.41),
-    "verdicts": {"wins": 40, "losses": 60, "ties": 0},
-    "kl": 9.0,
-    "kl_interval": interval(9.0),
-    "win_rate_dpo": interval(0.9),
-    "win_rate_dpo_length_controlled": interval(0.85),
-    "verdicts_dpo": {"wins": 90, "losses": 10, "ties": 0},
-    "kl_dpo": interval(2.0),
+    "policies": {
+        "ppo": {
+            "win_rate": interval(0.4),
+            "win_rate_length_controlled": interval(0.41),
+            "verdicts": {"wins": 40, "losses": 60, "ties": 0},
+            "kl": interval(9.0),
+            "judge_trained_on": True,
+        },
+        "dpo": {
+            "win_rate": interval(0.9),
+            "win_rate_length_controlled": interval(0.85),
+            "verdicts": {"wins": 90, "losses": 10, "ties": 0},
+            "kl": interval(2.0),
+            "judge_trained_on": False,
+        },
+    },
     "win_rate_ppo_over_dpo": interval(0.3),
     "gold_reward": {"sft": interval(0.1), "ppo": interval(0.2), "dpo": interval(0.7)},
     "judge": "gold",
     "judge_digests": {"gold": "synthetic-1"},
-    "judge_trained_on": True,
-    "judge_trained_on_dpo": False,
     "regression": regression(ppo=-0.3, dpo=0.2),
 }
 """PPO's policy loses against the SFT model and fails a regression set. DPO's wins."""
-OF_PPO = {
-    "win_rate", "win_rate_length_controlled", "verdicts", "kl", "kl_interval", "judge_trained_on",
-    "win_rate_ppo_over_dpo", "ppo", "difference",
-}  # fmt: skip
+OF_PPO = {"win_rate_ppo_over_dpo", "ppo"}
 METRICS = {"win_rate/mean": 0.4, "win_rate_dpo/mean": 0.9, "kl": 9.0, "kl_dpo": 2.0}
 
 
@@ -220,6 +222,8 @@ def test_weights_of_an_earlier_release_need_not_be_on_this_host(policy: str, run
 
 
 def test_an_evaluation_of_an_earlier_release_is_refused(run: Run) -> None:
-    earlier = {name: value for name, value in EVALUATION.items() if name != "verdicts_dpo"}
-    with pytest.raises(CorruptArtifact, match="no verdicts_dpo; the evaluate stage must be run again"):
-        run("dpo", earlier)
+    earlier = {name: value for name, value in EVALUATION.items() if name != "policies"}
+    with pytest.raises(
+        CorruptArtifact, match=r"no table policies\.dpo; the evaluate stage must be run again"
+    ):
+        run("dpo", earlier | {"win_rate_dpo": interval(0.9)})

@@ -63,7 +63,7 @@ def by_length(question: str) -> str:
 def test_a_grader_that_agrees_with_people_passes(tmp_path: Path) -> None:
     context = context_of(tmp_path, "model", "people")
     with ChatServer(by_length) as server:
-        found = check_language_model_rewards(config_of(tmp_path, server.url), context)
+        found = check_language_model_rewards(config_of(tmp_path, server.url), context, "ppo")
         assert len(server.requests) == 40, "the pairs that a model has labelled are not asked about"
     assert isinstance(context.metrics, RecordingMetrics)
     assert context.metrics.column("reward_agreement/language_model/mean") == [1.0]
@@ -82,12 +82,12 @@ def test_a_grader_that_does_not_agree_is_refused(reply: str, share: str, tmp_pat
     text = rf"reward language_model \(grader-1\) agrees with {share} \[.*\] of 20 .* below min_agreement=0.6"
     with ChatServer(respond) as server:
         with pytest.raises(GateFailed, match=text):
-            check_language_model_rewards(config_of(tmp_path, server.url), context)
+            check_language_model_rewards(config_of(tmp_path, server.url), context, "ppo")
         asked = len(server.requests)
         for settings in ({"weight": 0.0}, {"min_agreement": None}):
-            check_language_model_rewards(config_of(tmp_path, server.url, **settings), context)
+            check_language_model_rewards(config_of(tmp_path, server.url, **settings), context, "ppo")
         if not reply:  # the lower grade is the better one; the replies are kept
-            check_language_model_rewards(config_of(tmp_path, server.url, weight=-1.0), context)
+            check_language_model_rewards(config_of(tmp_path, server.url, weight=-1.0), context, "ppo")
         assert len(server.requests) == asked
 
 
@@ -97,7 +97,7 @@ def test_without_pairs_of_people_nothing_is_measured(
     context = context_of(tmp_path, "model")
     with ChatServer(by_length) as server, caplog.at_level(logging.WARNING):
         config = config_of(tmp_path, server.url)
-        check_language_model_rewards(config, context)
+        check_language_model_rewards(config, context, "ppo")
         assert "agreement of language_model with people was not measured" in caplog.text
         assert "(20 by models)" in caplog.text
         with pytest.raises(DataError, match="all 20 are of sources with `labelled_by`; raise"):
@@ -112,7 +112,7 @@ def test_without_grades_the_agreement_is_not_known(tmp_path: Path) -> None:
         with pytest.raises(
             RewardError, match=r"20 of 20 held-out pairs have no grade, .* its reply is no grade"
         ):
-            check_language_model_rewards(config, context)
+            check_language_model_rewards(config, context, "ppo")
 
 
 def test_at_most_the_given_number_of_pairs_of_people_is_taken(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
@@ -22,7 +23,6 @@ from rlhf_core.config.training import LoraConfig
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.stages import ppo
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
@@ -73,7 +73,7 @@ def trained(config: PipelineConfig, context: StageContext) -> ScriptedFleet:
     models: Any = {"policy": Model(SavedBySelf()), "critic": ScriptedTrainer()}
     fleet = ScriptedFleet(config, ranks={role: [ScriptedRank(models)] for role in models})
     no_rewards: Any = None
-    controller = PPOController(config, fleet, [], str, no_rewards, context)
+    controller = PPOController(fleet, [], str, no_rewards, context)
     controller.completed_steps = config.ppo.steps
     (context.output / "metrics.jsonl").write_text('{"step": 1, "objective/kl": 2.5}\n')
     controller._checkpoint()

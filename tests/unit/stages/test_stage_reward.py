@@ -3,7 +3,6 @@ real).
 
 - accuracy, margin and score statistics are those of the merged model that later stages load, not of the one
   in training
-- a warning says that rounding changes scores by more than half of the margin
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import Rank
@@ -22,7 +21,7 @@ from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.stages import reward
-from rlhf_core.system.overriding import override
+from rlhf_core.stages.training import Folders
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, scripted_trainers, single_rank
@@ -68,9 +67,8 @@ def test_metrics_of_merged_reward_model_match_saved_weights(tmp_path: Path) -> N
     logged = RecordingMetrics()
     context = stage_context(tmp_path, inputs={"sft": tmp_path / "sft"}, metrics=logged)
     with single_rank(), scripted_trainers(SmallUpdate) as trainers:
-        metrics = reward._train(
-            Rank(), config, data, tmp_path / "sft", tmp_path, tmp_path / "out", "reward", None, context
-        )
+        folders = Folders({"data": data, "sft": tmp_path / "sft"}, tmp_path, tmp_path / "out")
+        metrics = reward._train(Rank(), config, folders, "reward", context)
 
     loaded = load_score_model(tmp_path / "out" / "model", dtype="bfloat16", attention="sdpa", device="cpu")
     scores = raw_scores(loaded)
@@ -81,11 +79,3 @@ def test_metrics_of_merged_reward_model_match_saved_weights(tmp_path: Path) -> N
     assert (metrics["score_mean"], metrics["score_std"]) == (loaded.statistics.mean, loaded.statistics.std)
     assert metrics["accuracy"] == ((scores[:, 0] > scores[:, 1]).double().mean().item())
     assert metrics["margin"] == (scores[:, 0] - scores[:, 1]).mean().item()
-
-
-@pytest.mark.parametrize(("merge_gap", "warns"), [(0.4, False), (0.6, True)])
-def test_rounding_of_more_than_half_the_margin_is_a_warning(
-    merge_gap: float, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    reward.warn_of_rounding("judge", merge_gap, 1.0)
-    assert ("judge: rounding the merged adapter" in caplog.text) == warns

@@ -1,7 +1,6 @@
 """What the SFT stage takes of the base model that it was given, and what it refuses.
 
 - weights that changed since the run began are not trained
-- a copy on another host must have the digest of the key
 - on a cluster the driver, which may have no GPU, loads no model for the samples
 - the base model's own sampling settings are not in the model that the stage saves
 - responses of a batch are those of each prompt alone, and end with the EOS token
@@ -15,11 +14,12 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.data.sources import ModelState, model_state, require_same_state, source_digests
+from rlhf_core.data.sources import source_digests
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import DataError, ModelError
 from rlhf_core.stages import sft
+from rlhf_core.stages.training import Folders
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.engines import Reply, scripted_engines
@@ -35,14 +35,12 @@ def test_changed_base_weights_are_not_trained(tmp_path: Path) -> None:
     config = PipelineConfig.model_validate(
         with_demo_data({"model": {"path": str(model)}, "run": {"device": "cpu"}}), strict=False
     )
-    key, state = source_digests(config), model_state(config)
+    key = source_digests(config)
     context = stage_context(tmp_path, sources={"model": key["model"]}, inputs={"data": tmp_path})
     save_tiny_llama(model, seed=1)
-    with scripted_trainers() as trainers:
-        with pytest.raises(DataError, match=f"model: {model} was changed after its digest was taken"):
-            sft._train(Rank(), config, tmp_path, tmp_path, tmp_path, state, context)
-        with pytest.raises(DataError, match=f"model: {model} was changed after the run began"):
-            sft.run(config, context)
+    changed = f"model: {model} was changed after the run began"
+    with scripted_trainers() as trainers, pytest.raises(DataError, match=changed):
+        sft.run(config, context)
     assert not trainers
 
 
@@ -55,19 +53,9 @@ def test_targets_of_later_adapters_are_checked_before_training(tmp_path: Path, s
     )
     words = rf"{stage}.lora.targets: .* no linear layer input_layernorm .* use some of down_proj"
     with scripted_trainers() as trainers, pytest.raises(ModelError, match=words):
-        sft._train(Rank(), config, tmp_path, tmp_path, tmp_path, model_state(config), stage_context(tmp_path))
+        folders = Folders({"data": tmp_path}, tmp_path, tmp_path)
+        sft._train(Rank(), config, folders, stage_context(tmp_path))
     assert not trainers
-
-
-def test_a_copy_on_another_host_is_compared_by_its_digest(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"first")
-    config = PipelineConfig.model_validate(with_demo_data({"model": {"path": str(tmp_path)}}), strict=False)
-    key = source_digests(config)
-    elsewhere = ModelState("another-host", (("model.safetensors", 1, 2, 3),))
-    require_same_state(elsewhere, config, key)
-    (tmp_path / "model.safetensors").write_bytes(b"second")
-    with pytest.raises(DataError, match=f"model: {tmp_path} was changed after the run began"):
-        require_same_state(elsewhere, config, key)
 
 
 def test_sampling_settings_of_base_model_are_removed(tmp_path: Path) -> None:
@@ -78,9 +66,9 @@ def test_sampling_settings_of_base_model_are_removed(tmp_path: Path) -> None:
     config = PipelineConfig.model_validate(
         with_demo_data({"model": {"path": str(base)}, "run": {"device": "cpu"}}), strict=False
     )
-    state = model_state(config)
     with single_rank(), scripted_trainers():
-        sft._train(Rank(), config, data, tmp_path, tmp_path / "out", state, stage_context(tmp_path))
+        folders = Folders({"data": data}, tmp_path, tmp_path / "out")
+        sft._train(Rank(), config, folders, stage_context(tmp_path))
     saved = GenerationConfig.from_pretrained(tmp_path / "out" / "model")
     assert saved.top_p in (None, 1) and saved.repetition_penalty in (None, 1)
     assert (saved.eos_token_id, saved.pad_token_id) == (2, 0)

@@ -105,8 +105,7 @@ def run(
     prompts = [PromptExample(f"p{i}", text, (1, 2)) for i, text in enumerate(PROMPTS)]
     write_data_artifact(tmp_path / "data", eval_prompts=prompts, tokenizer=TOKENIZER)
     content = {
-        "win_rate": {"mean": 1.0},
-        "verdicts": {"wins": PAIRS, "losses": 0, "ties": 0},
+        "policies": {"ppo": {"win_rate": {"mean": 1.0}, "verdicts": {"wins": PAIRS, "losses": 0, "ties": 0}}},
         "judge": "gold",
         "judge_digests": {"gold": f"synthetic-{VERSION}"},
     }

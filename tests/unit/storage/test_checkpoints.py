@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError, Superseded
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.store import ScriptedStore
 from tests.support.checkpoints import keep
 from tests.support.claims import claim

@@ -1,8 +1,7 @@
 """Copies of artifacts from a bucket, which several processes of a host use and repair.
 
 - a copy that another process deletes while files are added to it is complete when it is returned
-- a copy that another process has repaired is not deleted
-- a damaged copy is not seen while it is deleted
+- a file has its name only with its content, so a damaged one is replaced as a whole
 - a header of weights is copied completely or not at all, and empty weights have none
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,72 +57,33 @@ def partial_copy(store: ScriptedStore, manifest: Manifest, cache: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("has_begun_another", [False, True])
 def test_a_copy_that_is_deleted_while_it_is_completed_is_complete_in_the_end(
-    store: ScriptedStore, manifest: Manifest, tmp_path: Path, has_begun_another: bool
+    store: ScriptedStore, manifest: Manifest, tmp_path: Path
 ) -> None:
     target = partial_copy(store, manifest, tmp_path / "cache")
-
-    def repair() -> None:
-        shutil.rmtree(target)
-        if has_begun_another:
-            target.mkdir()
-            (target / "no.safetensors").touch()
-
-    store.before("get_file", repair, key="model.safetensors")
+    store.before("get_file", lambda: shutil.rmtree(target), key="model.safetensors")
     assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
 
 
-def test_a_copy_that_is_deleted_while_files_are_moved_is_complete_in_the_end(
-    store: ScriptedStore, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = partial_copy(store, manifest, tmp_path / "cache")
-    replace = Path.replace
-
-    def repaired_meanwhile(self: Path, to: Any) -> Path:
-        if Path(to).parent == target and (target / "config.json").exists():
-            shutil.rmtree(target)
-        return replace(self, to)
-
-    monkeypatch.setattr(Path, "replace", repaired_meanwhile)
-    assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
-
-
-def test_a_damaged_copy_is_not_seen_while_it_is_deleted(
-    store: ScriptedStore, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_damaged_file_of_a_copy_is_replaced_as_a_whole(
+    store: ScriptedStore, manifest: Manifest, tmp_path: Path
 ) -> None:
     target = bundles.fetch(store, manifest, tmp_path / "cache")
     (target / "config.json").write_bytes(b"{x")
-    rmtree = shutil.rmtree
-
-    def deleted(folder: Path, **more: Any) -> None:
-        assert Path(folder) != target
-        rmtree(folder, **more)
-
-    monkeypatch.setattr(shutil, "rmtree", deleted)
+    (target / "foreign.json").write_bytes(b"{}")
+    seen: list[bytes] = []
+    store.before("get_file", lambda: seen.append((target / "config.json").read_bytes()))
     assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
-    assert list(target.parent.iterdir()) == [target]
+    assert seen == [b"{x"]
 
 
-def test_a_copy_that_another_process_has_repaired_is_not_deleted(
-    store: ScriptedStore, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_has_its_name_only_with_its_content(
+    store: ScriptedStore, manifest: Manifest, tmp_path: Path
 ) -> None:
-    target = bundles.fetch(store, manifest, tmp_path / "cache")
-    (target / "config.json").write_bytes(b"{x")
-    verify, inode = bundles.verify, []
-
-    def slow(folder: Path, *more: Any) -> None:
-        try:
-            verify(folder, *more)
-        except CorruptArtifact:
-            shutil.rmtree(target)
-            partial_copy(store, manifest, tmp_path / "cache")
-            inode.append(target.stat().st_ino)
-            raise
-
-    monkeypatch.setattr(bundles, "verify", slow)
-    assert contents(bundles.fetch(store, manifest, tmp_path / "cache")) == FILES
-    assert inode == [target.stat().st_ino]
+    (tmp_path / "store" / manifest.data / "config.json").write_bytes(b"[]")
+    with pytest.raises(CorruptArtifact, match=r"store/artifacts/.*config\.json does not have the sha256"):
+        bundles.fetch(store, manifest, tmp_path / "cache")
+    assert not (tmp_path / "cache" / manifest.copy_name / "config.json").exists()
 
 
 def test_a_header_that_arrives_in_part_is_copied_by_the_next_fetch(

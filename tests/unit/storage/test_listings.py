@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rlhf_core.errors import CorruptArtifact, StoreError, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, parse_artifact_address
-from rlhf_core.storage.bundles import FileEntry, hash_folder
+from rlhf_core.storage.bundles import FileEntry, Manifest, hash_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import acquire, observe
 from rlhf_core.storage.inventory import ArtifactName, add_unlisted, read_inventory
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
-from rlhf_core.system.overriding import override
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
@@ -178,7 +177,7 @@ def test_a_pending_upload_is_kept_if_a_listing_lacks_its_stored_files(
     store.put_bytes(f"{prefix}/000001/shard.safetensors", b"12")
     outbox = Outbox(store, tmp_path / "outbox")
     stored = [FileEntry("shard.safetensors", 2, "0" * 64)]
-    outbox.add(prefix, folder, files, folder="000001", body={}, stored=stored)
+    outbox.add(Manifest(prefix, "000001", files, {}), folder, stored)
     store.hidden = "shard"
     assert not outbox.has_lost(prefix)
     store.delete([f"{prefix}/000001/shard.safetensors"])
@@ -206,16 +205,3 @@ def test_the_time_of_a_checkpoint_is_known_if_a_listing_lacks_its_manifest(
     store.hidden = "step-00000001/manifest"
     [unlisted] = read_inventory(store).checkpoints
     assert unlisted.saved == listed.saved and listed.saved
-
-
-@pytest.mark.parametrize("size", [0, 64 * 2**20 + 1])
-def test_a_manifest_above_the_limit_is_damage_and_blocks_nothing(
-    store: Store, tmp_path: Path, size: int
-) -> None:
-    ref = publish(store, tmp_path)
-    os.truncate(store.uri(MANIFEST), size)
-    artifacts = ArtifactStore(store, tmp_path / "cache")
-    assert artifacts.find("ppo", KEY) is None
-    again = artifacts.publish("ppo", KEY, output(tmp_path / "out"), Provenance())
-    assert again.digest == ref.digest and artifacts.find("ppo", KEY) == again
-    shutil.rmtree(tmp_path / "store")

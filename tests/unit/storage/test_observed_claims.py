@@ -3,12 +3,13 @@
 - a living process of this machine holds its key, a dead one and one that has released its lease do not
 - attempts on other machines are observed all at once: those that renew their lease hold their keys
 - a claim after an observation succeeds once, and not if an attempt has begun since then
-- unreadable and earlier records have no start or no inputs; a deletion is no start
+- an unreadable record has no start and no inputs; a deletion is no start
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from rlhf_core.storage.fencing import Claim, LeaseTimes, acquire, claim_next, observe, renewed
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.machine import ManualClock
 from tests.support.claims import claim
 
 KEYS = [f"{number:016x}" for number in range(4)]
@@ -57,7 +58,7 @@ def test_processes_of_this_machine(store: Store, clock: ManualClock) -> None:
     assert [found[key].held for key in KEYS] == [True, False, False, False]
     assert [found[key].attempt for key in KEYS] == [1, 1, 1, 0]
     assert found[KEYS[0]].inputs == frozenset({"sft/1", "data/2"})
-    assert found[KEYS[3]] == Claim(0, False, None, None)
+    assert found[KEYS[3]] == Claim(0, False, math.inf, frozenset())
     assert clock.now == 1000.0, "nothing is waited for"
 
 
@@ -94,7 +95,7 @@ def test_what_records_say(store: Store) -> None:
     found = observe(store, KEYS)
     begun = 1767225600.0
     assert found[KEYS[0]] == Claim(1, False, begun, frozenset({"sft/1"}))
-    assert found[KEYS[1]] == Claim(1, False, None, None) == found[KEYS[2]]
+    assert found[KEYS[1]] == Claim(1, False, math.inf, frozenset()) == found[KEYS[2]]
     for _ in range(2):
         fence = claim_next(store, KEYS[0], observe(store, KEYS)[KEYS[0]])
         assert fence is not None

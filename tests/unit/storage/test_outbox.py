@@ -146,7 +146,7 @@ def test_clearing_waits_for_the_last_upload_and_leaves_nothing(
 def test_pending_uploads_can_be_discarded(store: Store, outbox: Outbox, tmp_path: Path) -> None:
     for root in ("artifacts/sft/k", "artifacts/sft/k2", "artifacts/reward/k"):
         bundle = state(tmp_path, root.replace("/", "-"))
-        outbox.add(f"{root}/1", bundle, bundles.hash_folder(bundle), folder="f", body={})
+        outbox.add(bundles.Manifest(f"{root}/1", "f", bundles.hash_folder(bundle), {}), bundle)
     outbox.discard_all("artifacts/sft/k")
     assert outbox.pending("artifacts") == ["artifacts/reward/k/1", "artifacts/sft/k2/1"]
     assert not [path for path in waiting(tmp_path) if "artifacts/sft/k/" in path.as_posix()]

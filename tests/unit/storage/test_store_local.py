@@ -126,7 +126,6 @@ def test_an_object_that_a_listing_lacks_exists_and_has_a_size(store: Store) -> N
     assert late.list("n") == ["n/1/x"] and late.folders("n") == ["1"]
     assert late.exists("n/2/x") and late.size("n/2/x") == 2
     assert late.size("n/2") is late.size("n/4/x") is late.size("n/2/x/y") is None
-    assert late.last_number(1, lambda number: f"n/{number}/x") == 3
     assert abs(late.time() - time.time()) < 60 and late.list("probe") == []
 
 

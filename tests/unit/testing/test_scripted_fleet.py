@@ -5,7 +5,6 @@
 - a lost engine does not change the rollouts: the next sync restarts it
 - ranks get the responses of the batch, and their results are in its order
 - the error of a rank is raised without a restart
-- frozen models with a rank that the monitor reports as dead are restarted, and the call is repeated
 - a call that never ends is an error after the start timeout, which no test waits for
 - a method that was not overridden is the real one, with the given models
 - a wrong number of results is an error, as in Ray
@@ -19,14 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Actor
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
+from rlhf_core.errors import InfrastructureError, WorkerStuck
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.rollouts import Collector, read_responses
 from rlhf_core.ppo.training.batch import ModelScores, RolloutBatch, RolloutColumns
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank, scripted_actor
 from rlhf_core.testing.trainer import ScriptedTrainer
@@ -92,26 +91,7 @@ def test_the_error_of_a_rank_is_raised() -> None:
 
     fleet, batch = sampled([Broken()])
     with pytest.raises(InfrastructureError, match="broken"):
-        fleet.retry_after_restart(lambda: fleet.scores(batch).gather(), "the scoring")
-
-
-def test_frozen_models_are_restarted_after_a_death() -> None:
-    class Dying(Mean):
-        calls = 0
-
-        @override
-        def scores(self, *given: Any) -> ModelScores:
-            self.calls += 1
-            if self.calls == 1:
-                raise WorkerDied("a process died")
-            return super().scores(*given)
-
-    fleet, batch = sampled([Mean(), Dying()])
-    expected = [sum(tokens) / 2 for _, tokens in responses(fleet, batch)]
-    fleet.client.monitor.report("reward rank 0", "dead")
-    scores = fleet.retry_after_restart(lambda: fleet.scores(batch).gather(), "the scoring")
-    assert scores.values == expected
-    assert fleet.client.killed == ["reward rank 0", "reward rank 1"]
+        fleet.scores(batch).gather()
 
 
 def test_a_call_that_never_ends_is_an_error_after_the_timeout() -> None:

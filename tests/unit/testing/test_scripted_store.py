@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.errors import StoreError
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.clock import ManualClock
+from rlhf_core.testing.machine import ManualClock
 from rlhf_core.testing.store import ScriptedStore, StoreCall
 
 

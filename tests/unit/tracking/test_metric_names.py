@@ -1,7 +1,6 @@
 """Names of metrics: MLflow refuses a whole batch for one name. Real MLflow on SQLite.
 
-Locks: every name is accepted, long names stay different, a metric that is refused is named and costs no other
-one, a run that accepts nothing loses nothing.
+Locks: every name is accepted, long names stay different, a run that accepts nothing loses nothing.
 """
 
 from __future__ import annotations
@@ -44,31 +43,6 @@ def test_long_names_with_the_same_beginning_stay_different(run: StageRun, client
     names = client.get_run(run.run_id).data.metrics
     assert len(names) == 3 and {len(name) for name in names} == {250}
     assert all(clean_name(name) == name for name in names), "a name that was cleaned stays the same"
-
-
-def test_a_metric_that_is_refused_is_named_and_the_others_are_sent(
-    run: StageRun, client: MlflowClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    run._spool.add({"by_source/.": 1.0, "loss": 2.0, "kl": 3.0}, 1)  # as an earlier version left it
-    run.flush()
-    run._spool.add({"by_source/.": 1.0, "loss": 1.5}, 2)
-    run.finish("FINISHED")
-    assert run.unsent == 0
-    assert client.get_run(run.run_id).data.metrics == {"kl": 3.0, "loss": 1.5}
-    assert [point.value for point in client.get_metric_history(run.run_id, "loss")] == [2.0, 1.5]
-    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "MLflow refuses the metric 'by_source/.'" in warning
-
-
-def test_many_points_of_one_refused_metric_do_not_hold_up_the_others(
-    run: StageRun, client: MlflowClient
-) -> None:
-    for step in range(1, 1501):
-        run._spool.add({"by_source/.": 1.0}, step)
-    run.log_metrics({"loss": 2.0}, 1501)
-    run.finish("FINISHED")
-    assert run.unsent == 0
-    assert client.get_run(run.run_id).data.metrics == {"loss": 2.0}
 
 
 def test_a_run_that_accepts_nothing_loses_nothing(run: StageRun, client: MlflowClient) -> None:

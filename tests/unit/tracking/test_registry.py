@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.exceptions import MlflowException
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
@@ -25,7 +24,7 @@ from rlhf_core.testing import stage_context
 from rlhf_core.tracking import champions
 from rlhf_core.tracking.champion_log import ENTRY, PromotionTest, append, log_of, read_log
 from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
-from rlhf_core.tracking.mlflow_client import DataSet, Mlflow
+from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.registry import Candidate, register
 from rlhf_core.types import ArtifactRef, Lineage, StageContext
 
@@ -256,19 +255,16 @@ def test_without_a_match_the_champion_stays(mlflow: Mlflow) -> None:
         '{"tests": [{"time": "1", "level": "x", "champion": "1", "judge": "", "prompts": 1, "outcomes": 0}]}',
     ],
 )
-def test_an_outcome_that_cannot_be_read_counts_as_no_test(mlflow: Mlflow, tag: str) -> None:
+def test_an_entry_that_cannot_be_read_counts_as_no_test(mlflow: Mlflow, tag: str) -> None:
     model = f"edited {abs(hash(tag))}"
     for digest in "ab":
         policy = candidate(digest, note=digest)
         register(mlflow, model, policy, gate=GATE, run_match=lambda tags: won(50))
-    mlflow.tag_version(model, "2", {"rlhf.outcome": tag})
     for entry in mlflow.versions(log_of(model)):
         if json.loads(entry.tags[ENTRY])["tests"]:
             mlflow.tag_version(log_of(model), entry.version, {ENTRY: tag})
     register(mlflow, model, candidate("c", note="c"), gate=GATE, run_match=lambda tags: won(50))
     assert recorded_tests(mlflow, model, "3")[0].level == pytest.approx(0.0025)
-    mlflow.tag_version(model, "1", {"rlhf.outcome": tag})
-    assert register(mlflow, model, candidate("a"), gate=GATE).decision.rule == "unchanged"
 
 
 def test_error_of_the_match_is_not_reported_as_mlflow(mlflow: Mlflow) -> None:
@@ -366,44 +362,10 @@ def test_second_run_repairs_missing_aliases(mlflow: Mlflow) -> None:
     assert aliases(mlflow, "m4") == {"candidate": "1", "champion": "1"}
 
 
-def test_version_links_to_its_run_and_logged_model(mlflow: Mlflow, caplog: pytest.LogCaptureFixture) -> None:
-    trained, evaluated = mlflow.create_run("ppo", {"mlflow.user": "ada"}), mlflow.create_run("evaluate", {})
-    mlflow.log_datasets(evaluated.run_id, [DataSet("data-k", "d1", "local", {"uri": "/s"})], "evaluation")
-    policy = replace(
-        candidate("linked", note="n"),
-        run_id=trained.run_id,
-        evaluation_run_id=evaluated.run_id,
-        metrics={"win_rate/mean": 0.75, "kl": 3.0},
-    )
-    for _ in range(2):
-        done = register(mlflow, "m.9", policy, gate=GATE)
-    client = mlflow._client
-    assert client.get_model_version("m.9", done.version).run_id == trained.run_id
-    [output] = client.get_run(trained.run_id).outputs.model_outputs
-    model = client.get_logged_model(output.model_id)
-    assert (model.name, str(model.status), model.source_run_id) == ("m_9", "READY", trained.run_id)
-    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "m.9", "version": 1}]
-    assert (model.tags["rlhf.source"], model.tags["note"]) == ("/store/linked/policy", "n")
-    assert model.tags["mlflow.user"] == "ada" and "Win rate 0.800" in model.tags["mlflow.note.content"]
-    assert {metric.key: metric.value for metric in model.metrics} == policy.metrics
-    assert {metric.dataset_name for metric in model.metrics} == {"data-k"}
-    assert [entry.model_id for entry in client.get_run(evaluated.run_id).inputs.model_inputs] == [
-        model.model_id
-    ]
-    assert "logged model" not in caplog.text
-
-
-def test_a_server_without_logged_models_registers_all_the_same(
-    database: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class WithoutLoggedModels(Mlflow):
-        def log_model(self, *args: object, **more: object) -> str:
-            raise MlflowException("API request to endpoint failed with error code 404", error_code=404)
-
-    mlflow = WithoutLoggedModels(f"sqlite:///{database}", "registry")
-    policy = replace(candidate("old"), run_id=mlflow.create_run("ppo", {}).run_id)
-    assert register(mlflow, "m10", policy, gate=GATE).decision.champion
-    assert "version 1 has no logged model" in caplog.text
+def test_a_version_links_to_the_run_that_trained_it(mlflow: Mlflow) -> None:
+    trained = mlflow.create_run("ppo", {"mlflow.user": "ada"})
+    done = register(mlflow, "m.9", replace(candidate("linked"), run_id=trained.run_id), gate=GATE)
+    assert mlflow._client.get_model_version("m.9", done.version).run_id == trained.run_id
 
 
 def test_a_champion_without_a_recorded_evaluation_is_not_replaced(mlflow: Mlflow) -> None:
@@ -456,14 +418,16 @@ def context(tmp_path: Path, evaluation: str) -> StageContext:
     )
 
 
-EVALUATION = {
+OF_PPO = {
     "win_rate": {"mean": 0.75, "low": 0.7, "high": 0.8},
     "verdicts": {"wins": 90, "losses": 30, "ties": 8},
+}
+EVALUATION = {
+    "policies": {"ppo": OF_PPO},
     "judge_digests": {"gold": "synthetic-1"},
     "confidence": 0.95,
     "gold_reward": {"sft": {"mean": 0.5}, "ppo": {"mean": 0.9, "low": 0.704, "high": 1.096}},
     "reward_model": None,
-    "kl": 3.0,
     "judge": "gold",
 }
 
@@ -499,7 +463,7 @@ def test_the_stage_registers_the_policy_with_its_lineage(
         == "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b"
     )
     record = Evaluation.from_json(version.tags["rlhf.evaluation"])
-    assert record == Evaluation.of(EVALUATION, "2" * 64)
+    assert record == Evaluation.of(EVALUATION, "ppo")
     assert (record.judge, record.judge_digest, record.verdicts.prompts) == ("gold", "synthetic-1", 128)
 
 
@@ -539,7 +503,8 @@ def test_the_stage_asks_for_an_independent_judge(tmp_path: Path, database: Path)
             "register": {"independent_judge": True},
         }
     )
-    content = EVALUATION | {"judge": "reward_model", "judge_trained_on": True}
+    trained = {"ppo": OF_PPO | {"judge_trained_on": True}}
+    content = EVALUATION | {"judge": "reward_model", "policies": trained}
     result = register_stage.run(config, context(tmp_path, json.dumps(content)))
     assert (result.metrics["champion"], result.attributes["rule"]) == (0.0, "judge")
 

@@ -27,8 +27,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import match
-from rlhf_core.evaluation.length_control import length_controlled
 from rlhf_core.evaluation.match import MatchSkipped
+from rlhf_core.evaluation.statistics import length_controlled
 from rlhf_core.pipeline import StageName
 from rlhf_core.stages.register import match_record
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance

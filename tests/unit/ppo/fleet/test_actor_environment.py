@@ -45,7 +45,7 @@ def test_only_actors_with_other_variables_than_the_stage_have_an_environment(
     monkeypatch.setenv("RAY_ADDRESS", address)
     config, processes = stage_of("cpu", threads, monkeypatch)
     assert processes.ranks > 1 and processes.engines == 1
-    variables = actor_environment(config, processes, "cpu")
+    variables = actor_environment(config.run.threads, processes, "cpu")
     assert variables["worker"]["OMP_NUM_THREADS"] == str(max(1, threads // processes.ranks))
     assert variables["engine"]["OMP_NUM_THREADS"] == str(threads)  # trainers and engine compute in turns
     check(variables["worker"], inherits=worker_inherits)
@@ -58,7 +58,7 @@ def test_on_gpus_the_processes_that_share_memory_have_an_environment(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
     config, processes = stage_of("cuda", 1, monkeypatch)
-    variables = actor_environment(config, processes, "cuda", shares_weights=shares_weights)
+    variables = actor_environment(config.run.threads, processes, "cuda", shares_weights=shares_weights)
     shared = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
     assert variables["engine"].items() >= shared.items()
     assert (variables["worker"].items() >= shared.items()) == shares_weights

@@ -15,6 +15,7 @@ import random
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import RemoteActor, Usage
 from rlhf_core.config.engine import EngineConfig
@@ -22,7 +23,6 @@ from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import (
     NEVER,
@@ -43,7 +43,7 @@ class _Engine(ScriptedEngineActor):
         self._index, self._script = index, script
 
     @override
-    def load(self) -> None:
+    def start_engine(self) -> None:
         self._script.answer(self._index)
 
     @override

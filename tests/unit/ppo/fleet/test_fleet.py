@@ -1,14 +1,12 @@
-"""The order in which models are loaded, and what happens if a group of workers dies or stalls. Ray is
-scripted here, and is real in `tests/integration/test_stuck.py`.
+"""The order in which models are loaded, and the calls of all ranks. Ray is scripted here, and is real in
+`tests/integration/test_stuck.py`.
 
 - engines that share devices with trainers load before the trainers; otherwise all load at the same time
-- a group of frozen models is restarted and its call repeated, for a limited number of times
-- the loss of a group that trains fails the attempt; so does an error without an unhealthy process
 - on GPUs, processes share the cores of their host, and only those without CUDA IPC have segments that grow
 - an engine that is lost in a broadcast over NCCL ends the attempt: the sender may wait for it without limit
 - an engine that no host has the GPUs for is refused
 - the usage of all processes is known only if all answer at once; a dead or suspended one is no error
-- the chunks of a batch are sent to an actor once; again after a restart or an error
+- the chunks of a batch are sent to an actor once, and again to one that took its place
 - gathered values are in the order of the responses, for any number of ranks and size of chunks
 - each queue of prompts is a participant of its own
 - routes divide the work evenly, by whole chunks, with the same number of micro-batches on every rank
@@ -17,33 +15,35 @@ scripted here, and is real in `tests/integration/test_stuck.py`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
-from rlhf_core.cluster.rpc import Actor, Pending, RemoteActor, Usage
+from rlhf_core.cluster.rpc import Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import Group, PlacementPlan, Role, plan
-from rlhf_core.errors import ConfigError, InfrastructureError, WorkerDied
-from rlhf_core.ppo.fleet.fleet import ENGINES, FROZEN_RESTARTS, Fleet, WorkerGroup
+from rlhf_core.config.placement import Group, PlacementPlan, PPOSettings, Role, plan
+from rlhf_core.engines.sync.sender import SyncReport
+from rlhf_core.errors import ConfigError, WorkerDied
+from rlhf_core.ppo.fleet.fleet import ENGINES, Fleet, WorkerGroup
 from rlhf_core.ppo.fleet.placement import check_engine_size
-from rlhf_core.ppo.fleet.routes import places_of, reindex, route
 from rlhf_core.ppo.training.batch import (
     Places,
     RolloutBatch,
     RolloutColumns,
     SentShare,
     columns_of,
+    places_of,
+    reindex,
+    route,
     row_columns,
 )
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, Rollout
-from rlhf_core.weight_sync.sender import SyncReport
 
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
 USAGE = Usage(1.0, 2)
@@ -79,7 +79,7 @@ class _Engine(ScriptedEngineActor):
         """Result of `usage`."""
 
     @override
-    def load(self) -> None:
+    def start_engine(self) -> None:
         self._done.append("load engine")
 
     @override
@@ -94,81 +94,21 @@ def answered(answer: Any) -> Any:
     return answer
 
 
-class _Restarting(ScriptedFleet):
-    """A fleet of one rank per role and two engines, which writes down what it starts, loads and kills."""
+class _Whole(ScriptedFleet):
+    """A fleet of one rank per role and two engines."""
 
     def __init__(self) -> None:
-        self.done: list[str] = []
-        self.ranks = {role: _Rank(role, self.done) for role in ROLES}
-        self.two_engines = (_Engine(self.done), _Engine(self.done))
-        super().__init__(ranks={role: [rank] for role, rank in self.ranks.items()}, engines=self.two_engines)
-        self.done.clear()
-
-    def lose(self, *names: str) -> None:
-        """Let the monitor see that these participants are dead."""
-        for name in names:
-            self.client.monitor.report(name, "dead")
-
-    @override
-    def _start_group(self, group: Group) -> WorkerGroup:
-        self.done.append(f"start {group.name}")
-        return super()._start_group(group)
-
-    @override
-    def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
-        self.done += [f"kill {name.removesuffix(' rank 0')}" for name in actors]
-        super().kill(actors)
+        done: list[str] = []
+        self.two_engines = (_Engine(done), _Engine(done))
+        super().__init__(ranks={role: [_Rank(role, done)] for role in ROLES}, engines=self.two_engines)
 
 
 @pytest.fixture
-def fleet() -> _Restarting:
-    return _Restarting()
+def fleet() -> _Whole:
+    return _Whole()
 
 
-def failing(fleet: _Restarting, rounds: list[tuple[str, ...]]) -> Callable[[], str]:
-    """Return a call in which these participants are lost, round by round, and which then succeeds."""
-
-    def call() -> str:
-        if rounds:
-            fleet.lose(*rounds.pop(0))
-            raise WorkerDied("a process died")
-        return "answer"
-
-    return call
-
-
-@pytest.mark.parametrize("role", ["reference", "reward"])
-def test_frozen_models_are_restarted_and_the_call_repeated(fleet: _Restarting, role: Role) -> None:
-    before = fleet.groups[role]
-    assert fleet.retry_after_restart(failing(fleet, [(f"{role} rank 0",)]), "the scoring") == "answer"
-    assert fleet.done == [f"kill {role}", f"start {role}", f"load {role}"]
-    assert fleet.client.killed == [f"{role} rank 0"]
-    assert fleet.groups[role] is not before
-
-
-def test_a_death_that_only_ray_reports_counts(fleet: _Restarting) -> None:
-    fleet.ranks["reward"].answer = WorkerDied("a process died")
-    assert fleet.retry_after_restart(failing(fleet, [()]), "the scoring") == "answer"
-    assert fleet.done == ["kill reward", "start reward", "load reward"]
-
-
-def test_the_restarts_of_frozen_models_are_limited(fleet: _Restarting) -> None:
-    rounds: list[tuple[str, ...]] = [("reward rank 0",)] * (FROZEN_RESTARTS + 1)
-    with pytest.raises(WorkerDied):
-        fleet.retry_after_restart(failing(fleet, rounds), "the scoring")
-    assert fleet.done.count("start reward") == FROZEN_RESTARTS
-
-
-@pytest.mark.parametrize(
-    "parts", [("policy rank 0",), ("critic rank 0",), ("reward rank 0", "policy rank 0"), ("engine 0",), ()]
-)
-def test_any_other_loss_fails_the_attempt(fleet: _Restarting, parts: tuple[str, ...]) -> None:
-    with pytest.raises(InfrastructureError):
-        fleet.retry_after_restart(failing(fleet, [parts]), "the scoring")
-    assert fleet.done == []
-
-
-def test_usage_is_known_only_if_all_processes_answer(fleet: _Restarting) -> None:
+def test_usage_is_known_only_if_all_processes_answer(fleet: _Whole) -> None:
     # `ScriptedFleet` has its own.
     def usage() -> dict[str, list[Usage]] | None:
         return Fleet.usage_by_group(fleet)
@@ -227,7 +167,7 @@ def test_processes_on_gpus_share_the_cores_of_the_host(
     tree = {"run": {"threads": 16}, "ppo": {"colocate": colocate}}
     config = PipelineConfig.model_validate(tree)
     processes = plan(config.ppo)
-    environment = Fleet(config, processes, "cuda", {}, 0)._environment()
+    environment = Fleet(PPOSettings.of(config), "cuda", {}, 0)._environment()
     for variables in environment.values():
         assert variables["OMP_NUM_THREADS"] == str(16 // processes.processes)
     # CUDA IPC cannot share expandable segments.
@@ -253,7 +193,7 @@ def test_an_engine_lost_in_a_broadcast_over_nccl_ends_the_attempt(device: str, r
             return [answer]
 
     config = PipelineConfig.model_validate({"ppo": {"colocate": "pairs"}})
-    fleet = Sending(config, plan(config.ppo), device, {}, 0)
+    fleet = Sending(PPOSettings.of(config), device, {}, 0)
     fleet.groups["policy"] = WorkerGroup(Group(("policy",), 1), (RemoteActor(_Actor("policy", [])),))
     lost: list[str] = []
     engines: Any = SimpleNamespace(
@@ -352,9 +292,6 @@ def test_a_rank_gets_the_chunks_of_a_batch_once() -> None:
     fleet.groups |= ScriptedFleet(ranks={"critic": [restarted]}).groups
     fleet.values(batch)
     assert restarted.got == [2]
-    fleet._sent.forget()
-    fleet.values(batch)
-    assert restarted.got == [2, 2], "after an error the rank may not have them"
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -378,7 +315,7 @@ def test_routes_divide_the_work_by_whole_chunks(pack: bool) -> None:
             assert sorted(i for m in share.micro_batches for i in m) == list(range(len(share.indices)))
 
 
-def test_each_queue_of_prompts_has_a_name_of_its_own(fleet: _Restarting) -> None:
+def test_each_queue_of_prompts_has_a_name_of_its_own(fleet: _Whole) -> None:
     """The collectors of training and of the held-out evaluation have one each."""
     for _ in range(2):
         fleet.start_queue()

@@ -19,14 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import RemoteActor
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import InfrastructureError, WorkerDied
-from rlhf_core.ppo.fleet.prompt_queue import PromptQueue
+from rlhf_core.ppo.fleet.engine_actor import PromptQueue
 from rlhf_core.ppo.training.batch import columns_of, header_of
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedQueue, scripted_actor
 from rlhf_core.types import PromptExample, Rollout

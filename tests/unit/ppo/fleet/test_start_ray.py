@@ -19,7 +19,7 @@ _START = """
 import ctypes, sys, time
 import ray
 from rlhf_core.config import PipelineConfig
-from rlhf_core.ppo.fleet.start_ray import start_ray
+from rlhf_core.cluster.connect import start_ray
 
 def hang(**options):
     ctypes.PyDLL(None).sleep(600)  # holds Python's lock

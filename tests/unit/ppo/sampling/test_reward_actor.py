@@ -7,7 +7,6 @@
 - the same errors and warnings
 - what the sources log is on stderr at once, without secrets, and again by the controller only after an
   error; an unexpected error brings the log and its causes
-- actors of rules that die are started again, once for each batch
 - several threads decode the responses of a batch, at most as many as the stage has
 - a batch of which a part was not read is not scored
 - the process of a source gets the environment of the stage, from a file that only its user can read, and
@@ -31,23 +30,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Actor, Pending, RemoteActor
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import ConfigError, DataError, InfrastructureError, RewardError, WorkerDied
+from rlhf_core.errors import ConfigError, DataError, InfrastructureError, RewardError
 from rlhf_core.ppo.sampling.reward_actor import (
     ResponseRows,
     RewardActors,
     RewardSettings,
-    Scored,
     open_rewards,
     shared_process_settings,
 )
 from rlhf_core.ppo.sampling.rollouts import Collector
 from rlhf_core.ppo.training.batch import ModelScores, Places, RolloutBatch, RolloutColumns, columns_of
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
-from rlhf_core.system.overriding import override
 from rlhf_core.system.relayed_logs import is_from_this_process
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
 from rlhf_core.testing.fleet import (
@@ -251,25 +249,6 @@ def test_an_unexpected_error_brings_log_and_causes(capfd: pytest.CaptureFixture[
     assert "KeyError: 'the cause'" in "".join(result.error.__notes__)
     shown = capfd.readouterr().err
     assert "INFO rlhf_core.rewards.remote: try 1 of 2 failed" in shown and "12345678" not in shown
-
-
-class Dying(ScriptedRewards):
-    @override
-    def score(self, batch: int, count: int, model_scores: Sequence[float] | None) -> Scored:
-        raise WorkerDied("rewards: dead")
-
-
-def test_actors_of_rules_are_started_again_once(function: dict[str, Any]) -> None:
-    config = configuration(RULES)
-    expected, _, _ = scored(config, nodes=None)
-    found, _, fleet = scored(config, nodes=2, first=[ScriptedRewards(), Dying()])
-    assert found == expected
-    assert len(fleet.rewards) == 4 and fleet.client.killed == ["rewards 0", "rewards 1"]
-    with pytest.raises(WorkerDied):
-        scored(config, nodes=1, first=[Dying(), Dying()])
-    # The state of the other sources is lost with their actor.
-    with pytest.raises(WorkerDied):
-        scored(configuration([*RULES, function]), nodes=1, first=[Dying()])
 
 
 @pytest.mark.parametrize("batch", [7, 8])

@@ -18,7 +18,7 @@ import pytest
 from safetensors import SafetensorError
 
 from rlhf_core.cluster.rpc import Pending
-from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
+from rlhf_core.ppo.sampling.schedule import RolloutCache
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of, header_of
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.testing.fleet import ScriptedFleet

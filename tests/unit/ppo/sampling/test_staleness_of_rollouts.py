@@ -30,27 +30,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.sampling.rollout_cache import RolloutCache
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling, read_responses
-from rlhf_core.ppo.sampling.schedule import RolloutsAhead, rollouts_of
+from rlhf_core.ppo.sampling.schedule import RolloutCache, RolloutsAhead, rollouts_of
 from rlhf_core.ppo.training.batch import RolloutBatch, RolloutColumns, row_columns
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.ppo.watching.step_checks import PROMPTS, TOKENS, SyncCheck
 from rlhf_core.ppo.watching.utilisation import StepsSinceSync
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.system.overriding import override
 from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample
-from rlhf_core.weight_sync.sender import SyncReport
 from tests.support.checkpoints import keep
 from tests.unit.ppo.test_controller import FORTY, Controller, _Experience
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.placement import PPOSettings
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.models.policy import load_policy
@@ -34,7 +35,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> ModelWorker:
     made: Any = ModelWorker.__new__(ModelWorker)
     made.participant = SimpleNamespace(name="policy rank 0", timeouts=config.run.timeouts)
     made.counters = Counter()
-    made._config, made._rank, made._pad_id, made._batch = config, Rank(), 0, None
+    made._settings, made._rank, made._pad_id, made._batch = PPOSettings.of(config), Rank(), 0, None
     policy = load_policy(folder, dtype="float32", attention="sdpa", device="cpu").eval()
     made._models = {"policy": policy, "reference": policy}
     found: ModelWorker = made

@@ -18,8 +18,8 @@ from typing import Any, get_args
 
 import pytest
 
-from rlhf_core.config.guards import LIMITS, GuardName
 from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.ppo_sections import LIMITS, GuardName
 from rlhf_core.errors import GateFailed
 from rlhf_core.ppo.watching.guards import NAMES
 from rlhf_core.ppo.watching.step_checks import StepChecks

@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Usage
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import Group
+from rlhf_core.config.placement import Group, PPOSettings
+from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.fleet.fleet import ENGINES, WorkerGroup
-from rlhf_core.ppo.fleet.routes import route
-from rlhf_core.ppo.training.batch import Places, RolloutBatch
+from rlhf_core.ppo.training.batch import Places, RolloutBatch, route
 from rlhf_core.ppo.watching.utilisation import (
     CoreTimes,
     StepsSinceSync,
@@ -35,11 +36,9 @@ from rlhf_core.ppo.watching.utilisation import (
     link_speed,
     padding_share,
 )
-from rlhf_core.system.overriding import override
 from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import PromptExample
-from rlhf_core.weight_sync.sender import SyncReport
 
 
 def batch_of(lengths: list[int], prompt: int) -> RolloutBatch:
@@ -117,7 +116,7 @@ def measured(utilisation: Utilisation) -> dict[str, float]:
 
 
 def test_metrics_of_a_step_are_those_computed_by_hand(fleet: Fleet) -> None:
-    utilisation = Utilisation(config_from_tree({"ppo": {"epochs": 2}}, "test"), fleet)
+    utilisation = Utilisation(PPOSettings.of(config_from_tree({"ppo": {"epochs": 2}}, "test")), fleet)
     assert measured(utilisation) == {}, "the first step is the base"
     assert measured(utilisation) == pytest.approx(
         {
@@ -171,7 +170,7 @@ class GpuFleet(Fleet):
 
 
 def test_gpus_are_counted_by_phase_and_role() -> None:
-    utilisation = Utilisation(config_from_tree({}, "test"), GpuFleet())
+    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), GpuFleet())
     measured(utilisation)
     found = {name: value for name, value in measured(utilisation).items() if name.startswith("gpu/")}
     assert found == {
@@ -189,7 +188,7 @@ def test_a_sync_is_compared_with_the_link_of_known_gpus() -> None:
     def metrics(gpu: str, device: str) -> dict[str, float]:
         with on_machine(ScriptedMachine(gpus=[gpu])):
             fleet = ScriptedFleet(device=device)
-            return Utilisation(config_from_tree({}, "test"), fleet).sync_metrics(report)
+            return Utilisation(PPOSettings.of(config_from_tree({}, "test")), fleet).sync_metrics(report)
 
     assert metrics("NVIDIA H100 80GB HBM3", device="cpu") == rates
     assert metrics("Another GPU", device="cuda") == rates
@@ -203,7 +202,7 @@ def test_a_sync_is_compared_with_the_link_of_known_gpus() -> None:
 def test_engines_with_a_queue_have_a_rate() -> None:
     engine = {name: seconds for name, seconds in ENGINE.items() if name != "seconds/sample"}
     engine["seconds/sample_from"] = ENGINE["seconds/sample"]
-    utilisation = Utilisation(config_from_tree({}, "test"), Fleet(engine=engine))
+    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet(engine=engine))
     measured(utilisation)
     found = measured(utilisation)
     assert found["tokens_per_s/engines"] == pytest.approx(100 / 3.0)  # the second engine has both calls
@@ -213,7 +212,9 @@ def test_engines_with_a_queue_have_a_rate() -> None:
 def test_moving_memory_is_neither_idle_nor_wait() -> None:
     engine = ENGINE | {"seconds/sleep": 0.5, "seconds/wake": 1.0}
     policy = POLICY | {"seconds/offload_states": 0.25, "seconds/reload_states": 0.25}
-    utilisation = Utilisation(config_from_tree({}, "test"), Fleet(engine=engine, policy=policy))
+    utilisation = Utilisation(
+        PPOSettings.of(config_from_tree({}, "test")), Fleet(engine=engine, policy=policy)
+    )
     more = {"timing/rollout": 4.0, "timing/sync": 1.5, "timing/step": 12.0}  # 2 s more
     steps = StepsSinceSync(TIMINGS | more, [BATCH])
     utilisation.measure(steps, [BATCH])
@@ -225,7 +226,7 @@ def test_moving_memory_is_neither_idle_nor_wait() -> None:
 
 
 def test_a_replaced_engine_counts_from_zero(fleet: Fleet) -> None:
-    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), fleet)
     measured(utilisation)
     measured(utilisation)
     fleet.engine_starts = 2
@@ -233,7 +234,7 @@ def test_a_replaced_engine_counts_from_zero(fleet: Fleet) -> None:
 
 
 def test_an_evaluation_between_steps_does_not_count(fleet: Fleet) -> None:
-    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), fleet)
     utilisation.begin()
     assert measured(utilisation) == {}
     fleet.usage_by_group()  # what a step costs, here for an evaluation
@@ -242,7 +243,7 @@ def test_an_evaluation_between_steps_does_not_count(fleet: Fleet) -> None:
 
 
 def test_without_all_counters_there_are_no_metrics(fleet: Fleet) -> None:
-    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), fleet)
     measured(utilisation)
     fleet.lost = True
     assert measured(utilisation) == {}
@@ -253,7 +254,7 @@ def test_without_all_counters_there_are_no_metrics(fleet: Fleet) -> None:
 
 def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> None:
     """The engine after it has another position in the next usage."""
-    utilisation = Utilisation(config_from_tree({}, "test"), fleet)
+    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), fleet)
     measured(utilisation)
     fleet.first_engine = 1
     assert measured(utilisation) == {}
@@ -276,13 +277,13 @@ def test_cores_that_others_use_are_not_idle() -> None:
 
 def test_the_cores_of_this_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    utilisation = Utilisation(config_from_tree({}, "test"), Fleet("cpu"))
+    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet("cpu"))
     assert "idle/cores" not in measured(utilisation)
     deadline = time.monotonic() + 0.1
     while time.monotonic() < deadline:
         pass  # uses a core
     assert 0.0 <= measured(utilisation)["idle/cores"] < 1.0
-    on_gpus = Utilisation(config_from_tree({}, "test"), Fleet("cuda"))
+    on_gpus = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet("cuda"))
     measured(on_gpus)
     assert "idle/cores" not in measured(on_gpus)
 

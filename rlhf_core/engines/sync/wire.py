@@ -1,0 +1,400 @@
+"""How weights travel: tensors packed into buckets, sent through gloo groups, and checked by checksums.
+
+    senders (policy ranks)                       receivers (one per engine worker)
+      pack part i of bucket k+1  |  broadcast part i of bucket k  ->   join, checksum, load bucket k
+
+Both sides cut the same buckets from names, dtypes and shapes alone. Sender i of n sends part i of each
+tensor: its flat elements, divided as ZeRO-3 divides them, so that a sharded weight is sent without being
+gathered. Each sender has a gloo group with the receivers on its host and with one on each other host, which
+forwards to the others there. The groups are for CPUs and for hardware without NCCL. They are separate from
+the training group, and each of their operations has a timeout.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as _dist
+from safetensors import safe_open
+
+from rlhf_core.engines.distributed import rendezvous
+from rlhf_core.errors import WeightSyncError
+from rlhf_core.models.folder import ModelFolder
+
+dist: Any = _dist
+"""torch's type stubs lack the stores and the operations of a separate process group."""
+
+_CHUNKS = {"cpu": 1 << 18, "cuda": 1 << 23}
+"""Elements that a checksum reads at a time. The result does not depend on it. On the CPU they fit the cache,
+which is ten times faster than 4 M of them. On a GPU the peak is 128 MiB, 16 bytes for each element, in
+addition to the engine's share.
+"""
+_ODD = 2 * 2654435761
+"""Difference of the weights of adjacent elements in a checksum."""
+_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# -- buckets --
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def part(self, index: int, parts: int) -> slice:
+        """Return the flat elements of part `index` of `parts`. All have the same size, except at the end."""
+        numel = math.prod(self.shape)
+        size = math.ceil(numel / parts)
+        return slice(min(index * size, numel), min((index + 1) * size, numel))
+
+
+def cut(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
+    """Group consecutive specs into buckets of at most `limit` bytes.
+
+    A larger tensor is a bucket of its own.
+    """
+    buckets: list[list[TensorSpec]] = []
+    used = 0
+    for spec in specs:
+        if not buckets or used + spec.bytes > limit:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(spec)
+        used += spec.bytes
+    return buckets
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the bytes of tensors to one tensor of shape (bytes,) and dtype uint8."""
+    return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
+
+
+def part_bytes(specs: Sequence[TensorSpec], index: int, parts: int) -> int:
+    """Return the size of part `index` of a bucket."""
+    slices = [spec.part(index, parts) for spec in specs]
+    return sum(
+        (part.stop - part.start) * spec.dtype.itemsize for part, spec in zip(slices, specs, strict=True)
+    )
+
+
+def unpack(buffers: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return the tensors of a bucket from its parts, one buffer for each sender.
+
+    They are copies, because a view may be misaligned for its dtype.
+    """
+    tensors = []
+    offsets = [0] * len(buffers)
+    for spec in specs:
+        parts = []
+        for index, buffer in enumerate(buffers):
+            part = spec.part(index, len(buffers))
+            end = offsets[index] + (part.stop - part.start) * spec.dtype.itemsize
+            parts.append(buffer[offsets[index] : end])
+            offsets[index] = end
+        tensors.append(torch.cat(parts).view(spec.dtype).view(spec.shape))
+    return tensors
+
+
+# -- handles of CUDA IPC --
+
+_TYPES: tuple[Any, ...] = (torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage, torch.uint8)
+"""The types in a handle of a bucket."""
+
+
+def plain_handles(handles: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Return the handles of `torch.multiprocessing.reductions` by GPU, with numbers in place of types.
+
+    An engine with several GPUs has a process that passes messages to its workers, as msgpack without types.
+    """
+
+    def plain(value: Any) -> Any:
+        numbers = [number for number, known in enumerate(_TYPES) if value is known]
+        return {"type": numbers[0]} if numbers else value
+
+    return {gpu: [plain(value) for value in handle] for gpu, handle in handles.items()}
+
+
+def typed_handles(handles: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+    """Return the handles of which `plain_handles` has made these."""
+
+    def typed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _TYPES[value["type"]]
+        return tuple(value) if isinstance(value, list) else value
+
+    return {gpu: tuple(typed(value) for value in handle) for gpu, handle in handles.items()}
+
+
+# -- checksums --
+
+
+@dataclass(frozen=True)
+class Acknowledgement:
+    """The answer of one engine after a sync."""
+
+    engine: int
+    version: int
+    checksums: Mapping[str, str]
+    """Checksums of the received tensors by name."""
+
+
+def tensor_checksum(tensor: torch.Tensor, first: int = 0) -> str:
+    """Return two 64-bit sums of the elements' bits, the second with odd weights that depend on the position.
+
+    `first` is the position of the first element, if `tensor` is a part: the checksums of all parts add up to
+    the checksum of the whole (see `add_checksums`).
+
+    Any single altered element changes both sums, and swapped elements change the second. The arithmetic is
+    modulo 2^64, so the result does not depend on the order of summation and on the device. vLLM's own
+    checksums hash the fused parameters, which are empty on the CPU.
+    """
+    bits = tensor.detach().contiguous().flatten()
+    bits = bits.view(_VIEWS[bits.element_size()])
+    chunk = _CHUNKS[bits.device.type]
+    # An odd number has an inverse modulo 2^64, so a difference in one element is never multiplied to 0.
+    weights = torch.arange(min(chunk, bits.numel()), device=bits.device).mul_(_ODD).add_(1)
+    sums = []
+    for part in torch.split(bits, chunk):
+        values = part.to(torch.int64, copy=True)
+        # Sums and products of int64 wrap around, which is arithmetic modulo 2^64.
+        sums.append(torch.stack([values.sum(), values.mul_(weights[: len(values)]).sum()]))
+        del values  # before the next part is converted
+    # A GPU is only waited for once.
+    found = torch.stack(sums).tolist()
+    weighted = sum(own + _ODD * (first + i * chunk) * plain for i, (plain, own) in enumerate(found))
+    return _encode(sum(plain for plain, _ in found), weighted)
+
+
+def add_checksums(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the checksums of whole tensors from those of their parts."""
+    plain: Counter[str] = Counter()
+    weighted: Counter[str] = Counter()
+    for part in parts:
+        for name, checksum in part.items():
+            plain[name] += int(checksum[:16], 16)
+            weighted[name] += int(checksum[16:], 16)
+    return {name: _encode(plain[name], weighted[name]) for name in plain}
+
+
+def _encode(plain: int, weighted: int) -> str:
+    return f"{plain & (2**64 - 1):016x}{weighted & (2**64 - 1):016x}"
+
+
+def verify(sent: Mapping[str, str], version: int, acknowledgements: Sequence[Acknowledgement]) -> None:
+    """Raise a WeightSyncError that names engine and tensor unless every engine has exactly what was sent."""
+    for ack in acknowledgements:
+        if ack.version != version:
+            raise WeightSyncError(
+                f"engine {ack.engine} acknowledged policy version {ack.version}, but {version} was sent; the"
+                " run stops so that nothing is sampled from unknown weights"
+            )
+        wrong = [name for name in sent if ack.checksums.get(name) != sent[name]]
+        extra = [name for name in ack.checksums if name not in sent]
+        if wrong or extra:
+            names = ", ".join((wrong + extra)[:3])
+            raise WeightSyncError(
+                f"engine {ack.engine} received other weights than version {version} sent:"
+                f" {len(wrong) + len(extra)} of {len(sent)} tensors differ ({names}); the run stops, nothing"
+                " was sampled from them"
+            )
+
+
+# -- model folders --
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and values of each tensor of a model folder. One at a time is in memory."""
+    for file in ModelFolder(folder).weight_files():
+        # "pread", as in models.sharded: a mapped file counts as memory of the process as a whole.
+        with safe_open(file, framework="pt", backend="pread") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                yield name, tensors.get_tensor(name)
+
+
+def folder_checksums(folder: Path) -> dict[str, str]:
+    """Return the checksum of each tensor of a model folder by name."""
+    return {name: tensor_checksum(tensor) for name, tensor in folder_tensors(folder)}
+
+
+def are_interchangeable(one: Path, other: Path) -> bool:
+    """Return whether an engine of the model in `one` can get the weights of the model in `other`.
+
+    Their configurations must be equal, and so must names, types and shapes of their tensors. Weights that are
+    quantized in the files are never replaced.
+    """
+    folders = [ModelFolder(one), ModelFolder(other)]
+    if not all(folder.has_config for folder in folders):
+        return False
+    configs = [folder.config for folder in folders]
+    if configs[0] != configs[1] or "quantization_config" in configs[0]:
+        return False
+    tensors = [
+        {name: (entry["dtype"], entry["shape"]) for name, entry in folder.tensors.items()}
+        for folder in folders
+    ]
+    return tensors[0] == tensors[1] and len(tensors[0]) > 0
+
+
+# -- transport --
+
+
+class Route(NamedTuple):
+    """How a receiver gets what one sender sends: in the sender's group, or from a receiver on its host."""
+
+    rank: int
+    """Rank of the receiver in the sender's group; 0 if it is not in it."""
+    size: int
+    """Number of processes in the sender's group."""
+    relay: str
+    """Name of the group in which the first receiver on a host forwards to the others; empty: none."""
+    relay_rank: int
+    relay_size: int
+
+
+def routes(sender: str, hosts: Sequence[str]) -> list[Route]:
+    """Return the route of each receiver, so that the weights enter each host once.
+
+    Args:
+        sender: Host of the sender.
+        hosts: Host of each receiver.
+    """
+    on_host: dict[str, list[int]] = {}
+    for receiver, host in enumerate(hosts):
+        on_host.setdefault(host, []).append(receiver)
+    direct = [
+        receiver for receiver, host in enumerate(hosts) if host == sender or receiver == on_host[host][0]
+    ]
+    routes = []
+    for receiver, host in enumerate(hosts):
+        neighbours = on_host[host]
+        # Rank 0 is the sender.
+        rank = direct.index(receiver) + 1 if receiver in direct else 0
+        relay = host if host != sender and len(neighbours) > 1 else ""
+        routes.append(Route(rank, len(direct) + 1, relay, neighbours.index(receiver), len(neighbours)))
+    return routes
+
+
+class GlooSender:
+    """A sender in its group, whose other ranks receive.
+
+    Args:
+        listener: Socket of this sender.
+        size: Ranks of the group.
+        timeout: Time limit of each operation, in seconds.
+    """
+
+    def __init__(self, listener: socket.socket, size: int, timeout: float) -> None:
+        address, port = listener.getsockname()
+        limit = timedelta(seconds=timeout)
+        self.store = rendezvous(address, port, size, timeout=limit, listener=listener)
+        self._group = _group(self.store, "weights", 0, size, timeout)
+
+    def send(self, buffer: torch.Tensor) -> Any:
+        """Start to broadcast a buffer (bytes,) of uint8.
+
+        Call `wait()` on the result before the buffer is used again. It is None for an empty buffer.
+        """
+        return _broadcast(self._group, buffer)
+
+
+class GlooSource:
+    """What one receiver gets from one sender.
+
+    Args:
+        address: Address of the sender.
+        port: Port of the sender.
+        route: Route of this receiver.
+        timeout: Time limit of each operation, in seconds.
+    """
+
+    def __init__(self, address: str, port: int, route: Route, timeout: float) -> None:
+        self._store = rendezvous(address, port, route.size, timeout=timedelta(seconds=timeout))
+        self._direct = self._relay = None
+        if route.rank:
+            self._direct = _group(self._store, "weights", route.rank, route.size, timeout)
+        if route.relay:
+            name = f"relay/{route.relay}"
+            self._relay = _group(self._store, name, route.relay_rank, route.relay_size, timeout)
+        self._forwarding: tuple[Any, torch.Tensor] | None = None
+
+    def start(self, size: int) -> tuple[Any, torch.Tensor]:
+        """Start to receive a buffer (size,) of uint8. `finish` waits for it."""
+        buffer = torch.empty(size, dtype=torch.uint8)
+        # From the sender, or from the first receiver on this host.
+        return _broadcast(self._direct or self._relay, buffer), buffer
+
+    def finish(self, arriving: tuple[Any, torch.Tensor]) -> torch.Tensor:
+        """Wait for a buffer, and start to forward it if this is the first receiver on its host."""
+        work, buffer = arriving
+        if work is not None:
+            work.wait()
+        self.flush()
+        if self._direct is not None and self._relay is not None:
+            self._forwarding = _broadcast(self._relay, buffer), buffer
+        return buffer
+
+    def flush(self) -> None:
+        """Wait until the last buffer is forwarded."""
+        if self._forwarding is not None and self._forwarding[0] is not None:
+            self._forwarding[0].wait()
+        self._forwarding = None
+
+
+def _group(store: Any, name: str, rank: int, size: int, timeout: float) -> Any:
+    # Not `new_group`: engines are not in the trainers' default group. Groups that share a store need keys
+    # with different prefixes.
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
+
+
+def _broadcast(group: Any, buffer: torch.Tensor) -> Any:
+    """Start to send a buffer from rank 0 of the group to the others. Gloo has no broadcast of nothing."""
+    return group.broadcast(buffer, 0) if len(buffer) else None
+
+
+def receive_buckets(
+    sources: Sequence[GlooSource], specs: Sequence[TensorSpec], limit: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield the named tensors of each bucket.
+
+    The next bucket is requested before: gloo sends nothing until the receiver asks for it.
+
+    Args:
+        sources: One for each sender.
+        specs: All tensors.
+        limit: Size of a bucket in bytes.
+    """
+    buckets = cut(specs, limit)
+    arriving = _start_parts(sources, buckets[0])
+    for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
+        next_parts = _start_parts(sources, following)
+        buffers = [source.finish(part) for source, part in zip(sources, arriving, strict=True)]
+        tensors = unpack(buffers, bucket)
+        # A suspended generator keeps its local variables: the buffers of this bucket would stay in memory
+        # while the model loads its tensors.
+        arriving = next_parts
+        del buffers
+        yield list(zip((spec.name for spec in bucket), tensors, strict=True))
+    for source in sources:
+        source.flush()
+
+
+def _start_parts(
+    sources: Sequence[GlooSource], bucket: Sequence[TensorSpec]
+) -> list[tuple[Any, torch.Tensor]]:
+    return [source.start(part_bytes(bucket, i, len(sources))) for i, source in enumerate(sources)]

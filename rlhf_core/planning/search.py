@@ -1,0 +1,477 @@
+"""Other settings of a stage: the smallest change that fits its devices, or the fastest ones that do.
+
+    candidates of a stage  --- sorted by price, or by estimated seconds --->  the first ones that fit
+
+A candidate has one of a few values of each field: ranks, sharding, tokens of a micro-batch, and for PPO the
+placement of ranks and engines. The values are coarse, because the seconds are estimates (`ops.plan.speed`).
+A price says how much a change costs the user: little if it costs some time, more if it moves work or state to
+other devices. Candidates that change the training (precision, adapters) come after all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.consistency import learning_rates, sharding_problems
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.pipeline import TrainingStage
+from rlhf_core.config.placement import PlacementPlan, plan
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, TrainingSection, adapter_rate
+from rlhf_core.errors import InputError
+from rlhf_core.models.shape import ModelShape
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.planning.fit import Problem, compare_memory, room_for_engines, stages_with
+from rlhf_core.planning.hardware import Hardware
+from rlhf_core.planning.loads import PPO, evaluating_stages, group_loads, largest_pass
+from rlhf_core.planning.memory import Bytes
+
+_ADAPTERS = LoraConfig(r=16, alpha=32)
+_ENGINE_SHARE = 0.9
+"""Share of a device that an engine uses if it has the device to itself."""
+_OFFLOADS = ("none", "optimizer", "all")
+"""Values of `offload`, in the order of the memory that they save."""
+
+Changes = dict[str, str]
+"""Value of each changed field, in the form of an override."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that may fit. The configuration is not validated."""
+
+    config: PipelineConfig
+    price: float
+    same_training: bool = True
+    """Whether precision and trained parameters are those of the configuration."""
+
+
+def advise(
+    config: PipelineConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    stages: Collection[StageName] = tuple(STAGES),
+) -> tuple[str, ...] | None:
+    """Return overrides with which `stages` fit, or None if none of those tried is enough.
+
+    Each part is changed by the cheapest candidate that fits. Overrides that are not needed are left out.
+    """
+
+    def problems(changed: PipelineConfig, parts: Collection[StageName]) -> list[Problem]:
+        found = compare_memory(changed, shape, hardware, parts).problems
+        return [each for each in found if not stages_with(each, changed).isdisjoint(stages)]
+
+    now, solved = config, list[StageName]()
+    for part in _parts(config):
+        # The engines of the last part are those of PPO: what is solved must stay so.
+        solved += part
+        if not problems(now, part):
+            continue
+        candidates = sorted(
+            _candidates(now, part, shape, hardware), key=lambda each: (not each.same_training, each.price)
+        )
+        fitting = (each for each in candidates if not problems(each.config, solved))
+        changed = next(_valid(now, fitting), None)
+        if changed is None:
+            return None
+        now = changed
+    if problems(now, solved):
+        return None
+    changes = needed(config, now, lambda changed: not problems(changed, solved))
+    return as_overrides(changes | _adapter_rates(config, changes))
+
+
+def fastest(
+    config: PipelineConfig,
+    fitting: PipelineConfig,
+    stage: StageName,
+    shape: ModelShape,
+    hardware: Hardware,
+    seconds: Callable[[PipelineConfig], float],
+) -> Iterator[tuple[float, Changes]]:
+    """Yield settings of a stage that fit and train the same model, the fastest first, each with another
+    placement of the processes: the seconds of a step, and the changes of `config`.
+
+    Args:
+        config: The configuration.
+        fitting: The configuration that the search starts from: with changes, if the other one does not fit.
+        stage: A stage that trains.
+        shape: Shape of the model.
+        hardware: The devices.
+        seconds: Returns the seconds of a step of `stage`.
+    """
+    stages = (stage, *evaluating_stages()) if stage == PPO else (stage,)
+
+    def fits(changed: PipelineConfig) -> bool:
+        return compare_memory(changed, shape, hardware, stages).fits
+
+    candidates = [each for each in _candidates(fitting, (stage,), shape, hardware) if each.same_training]
+    candidates.sort(key=lambda each: (seconds(each.config), each.price))
+    seen: set[tuple[object, ...]] = set()
+    for changed in _valid(fitting, (each for each in candidates if fits(each.config))):
+        placement = (plan(changed.ppo), changed.ppo.engine.sleep_level)
+        if placement in seen:
+            continue
+        seen.add(placement)
+        least = seconds(changed)
+
+        def is_as_good(each: PipelineConfig, least: float = least) -> bool:
+            return fits(each) and seconds(each) <= least * (1 + 1e-9)
+
+        changes = needed(config, changed, is_as_good)
+        # Without what it does not need, it can be one of the faster ones.
+        if tuple(changes.items()) not in seen:
+            seen.add(tuple(changes.items()))
+            yield least, changes
+
+
+def _parts(config: PipelineConfig) -> list[tuple[StageName, ...]]:
+    """Return the stages that are changed together, in the order in which they are."""
+    parts: list[tuple[StageName, ...]] = [(stage,) for stage in config.training_sections]
+    if config.ppo.enabled:
+        parts.append((PPO,))
+    return [*parts, tuple(evaluating_stages())]
+
+
+def _valid(config: PipelineConfig, candidates: Iterator[Candidate]) -> Iterator[PipelineConfig]:
+    """Yield the candidates that are valid configurations."""
+    for candidate in candidates:
+        changed = with_changes(config, difference(config, candidate.config))
+        if changed is not None:
+            yield changed
+
+
+# -- changes --
+
+
+def difference(config: PipelineConfig, changed: PipelineConfig) -> Changes:
+    """Return the fields of `changed` that differ from those of `config`."""
+    changes: Changes = {}
+
+    def compare(before: Any, after: Any, name: str) -> None:
+        if before == after:
+            return
+        if isinstance(before, dict) and isinstance(after, dict):
+            for key in after:
+                compare(before.get(key), after[key], f"{name}.{key}" if name else key)
+        else:
+            changes[name] = _text(after)
+
+    compare(_tree(config), _tree(changed), "")
+    return changes
+
+
+def _tree(config: PipelineConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json", by_alias=True)
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is written in an override."""
+    if isinstance(value, dict):
+        fields = (f"{name}: {_text(each)}" for name, each in value.items() if each is not None)
+        return "{" + ", ".join(fields) + "}"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def with_changes(config: PipelineConfig, changes: Changes) -> PipelineConfig | None:
+    """Return the configuration with these fields changed; None if it is not valid."""
+    try:
+        return config_from_tree(_tree(config), "plan", as_overrides(changes))
+    except InputError:
+        return None
+
+
+def as_overrides(changes: Changes) -> tuple[str, ...]:
+    """Return the changes as they are pasted on a command line."""
+    return tuple(f"{field}={value}" for field, value in changes.items())
+
+
+def needed(
+    config: PipelineConfig, changed: PipelineConfig, is_good: Callable[[PipelineConfig], bool]
+) -> Changes:
+    """Return the differences between two configurations, without those that a good one does not need."""
+    changes = difference(config, changed)
+    for field in list(changes):
+        fewer = {name: value for name, value in changes.items() if name != field}
+        candidate = with_changes(config, fewer)
+        if candidate is not None and is_good(candidate):
+            changes = fewer
+    return changes
+
+
+def _adapter_rates(config: PipelineConfig, changes: Changes) -> Changes:
+    """Return the learning rates of the adapters among the changes, for those of all parameters."""
+    sections = tuple(name.removesuffix("lora") for name in changes if name.endswith(".lora"))
+    rates = {}
+    for field, rate, _, adapters in learning_rates(config):
+        if not adapters and field.startswith(sections):
+            rates[field] = f"{adapter_rate(rate):g}"
+    return rates
+
+
+# -- candidates --
+
+
+def _candidates(
+    config: PipelineConfig, part: tuple[StageName, ...], shape: ModelShape, hardware: Hardware
+) -> Iterator[Candidate]:
+    for stage in config.training_sections:
+        if stage in part:
+            return _of_training(config, stage, hardware)
+    if PPO in part:
+        return _of_ppo(config, shape, hardware)
+    return _of_evaluation(config, shape, hardware)
+
+
+def _of_training(config: PipelineConfig, stage: TrainingStage, hardware: Hardware) -> Iterator[Candidate]:
+    section = config.training_sections[stage]
+    longest = largest_pass(config, stage).longest
+    ranks = _numbers(section.deepspeed.ranks, min(hardware.count, section.batch_size))
+    tokens = _sizes(section.micro_batch_tokens, longest)
+    kinds = _kinds_of_training(section.lora, section.deepspeed.dtype)
+    for count, size, (precision, lora) in product(ranks, tokens, kinds):
+        for sharding in _shardings(count, hardware):
+            deepspeed = _sharded(section.deepspeed, {"ranks": count, **sharding, **precision})
+            if deepspeed is None:
+                continue
+            values = {"deepspeed": deepspeed, "micro_batch_tokens": size, "lora": lora}
+            price = _price(section.deepspeed, deepspeed) + _steps(section.micro_batch_tokens, size)
+            price += 6.0 * (lora != section.lora)
+            same = lora == section.lora and deepspeed.dtype == section.deepspeed.dtype
+            yield Candidate(_with_section(config, stage, section, values), price, same)
+
+
+def _with_section(
+    config: PipelineConfig, stage: TrainingStage, section: TrainingSection, values: dict[str, Any]
+) -> PipelineConfig:
+    """Return the configuration with other settings of a stage that trains one model."""
+    if stage in PipelineConfig.model_fields:
+        return config.model_copy(update={stage: section.model_copy(update=values)})
+    # The judge: what is equal to the settings of the reward model is none of its own.
+    own = {name: value for name, value in values.items() if value != getattr(section, name)}
+    assert config.reward.judge is not None
+    judge = config.reward.judge.model_copy(update=own)
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"judge": judge})})
+
+
+def _of_ppo(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Iterator[Candidate]:
+    before = config.ppo
+    sizes = _sizes(before.micro_batch_tokens, config.max_sequence_tokens)
+    dtypes = (before.policy_deepspeed.dtype, before.critic_deepspeed.dtype, before.engine.dtype)
+    kinds = _kinds_of_training(before.lora, *dtypes)
+    for placed in _placements(before, shape, hardware):
+        for size, (precision, lora) in product(sizes, kinds):
+            for sharding in _shardings(placed.policy_deepspeed.ranks, hardware):
+                policy = _sharded(placed.policy_deepspeed, sharding | precision)
+                critic = _sharded(placed.critic_deepspeed, sharding | precision)
+                if policy is None or critic is None:
+                    continue
+                engine = placed.engine.model_copy(update=precision)
+                values = {"policy_deepspeed": policy, "critic_deepspeed": critic, "engine": engine}
+                values |= {"micro_batch_tokens": size, "lora": lora}
+                ppo = placed.model_copy(update=values)
+                for share in _shares(config, ppo, shape, hardware):
+                    engine = ppo.engine.model_copy(update={"gpu_memory_utilization": share})
+                    yield _candidate_of_ppo(config, ppo.model_copy(update={"engine": engine}))
+
+
+def _candidate_of_ppo(config: PipelineConfig, ppo: PPOConfig) -> Candidate:
+    before = config.ppo
+    price = _price(before.policy_deepspeed, ppo.policy_deepspeed)
+    price += _price(before.critic_deepspeed, ppo.critic_deepspeed)
+    price += 2.0 * (ppo.colocate != before.colocate)
+    price += 0.5 * abs(ppo.engine.sleep_level - before.engine.sleep_level)
+    price += 3.0 * _steps(before.engine.tensor_parallel, ppo.engine.tensor_parallel)
+    price += _steps(before.engine.count, ppo.engine.count)
+    price += 1.0 * (ppo.engine.gpu_memory_utilization != before.engine.gpu_memory_utilization)
+    price += _steps(before.micro_batch_tokens, ppo.micro_batch_tokens)
+    price += 6.0 * (ppo.lora != before.lora)
+    precision = {(section.policy_deepspeed.dtype, section.engine.dtype) for section in (before, ppo)}
+    same = ppo.lora == before.lora and len(precision) == 1
+    return Candidate(config.model_copy(update={"ppo": ppo}), price, same)
+
+
+def _placements(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterator[PPOConfig]:
+    """Yield where ranks and engines are: as configured, in pairs, or all on the same devices.
+
+    All groups have the same number of ranks, and engines take what is left, or keep their number.
+    """
+    # With staleness, the engines need devices of their own.
+    ways = ["pairs"] if ppo.staleness else ["pairs", "all"]
+    for colocate in dict.fromkeys((ppo.colocate, *ways)):
+        limit = hardware.count
+        if colocate != "all":
+            # One device is left for an engine.
+            limit = max(1, (limit - 1) // len(plan(_with_ranks(ppo, colocate, None)).groups))
+        levels = {0, ppo.engine.sleep_level}
+        if colocate == "all" and not hardware.device.is_cpu:
+            levels.add(1 if ppo.syncs_adapter else 2)
+        for ranks in _numbers(None, min(limit, ppo.minibatch_size)):
+            sized = _with_ranks(ppo, colocate, ranks)
+            for ways_of_engine in _tensor_parallel(ppo, shape, hardware):
+                groups = plan(sized).groups
+                placement = PlacementPlan(groups, 0, ways_of_engine, colocated=colocate == "all")
+                for count, level in product(_engine_counts(ppo, placement, hardware), sorted(levels)):
+                    values = {"count": count, "tensor_parallel": ways_of_engine, "sleep_level": level}
+                    engine = ppo.engine.model_copy(update=values)
+                    yield sized.model_copy(update={"engine": engine})
+
+
+def _with_ranks(ppo: PPOConfig, colocate: str, ranks: int | None) -> PPOConfig:
+    """Return the section with a placement, and with `ranks` in each group; None: as configured."""
+    values: dict[str, Any] = {"colocate": colocate}
+    sync: dict[str, Any] = {}
+    if colocate != ppo.colocate and ppo.weight_sync.backend != "gloo":
+        # NCCL refuses two processes on one GPU, and `ipc` passes handles of memory of one GPU.
+        sync["backend"] = "auto"
+    if ranks is not None:
+        values["policy_deepspeed"] = ppo.policy_deepspeed.model_copy(update={"ranks": ranks})
+        values["critic_deepspeed"] = ppo.critic_deepspeed.model_copy(update={"ranks": ranks})
+        if not ppo.uses_critic and ppo.uses_reward_model:
+            values["reward_ranks"] = ranks
+        if ppo.weight_sync.senders != "auto" and ppo.weight_sync.senders > ranks:
+            sync["senders"] = "auto"
+    values["weight_sync"] = ppo.weight_sync.model_copy(update=sync)
+    return ppo.model_copy(update=values)
+
+
+def _tensor_parallel(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> list[int]:
+    """Return numbers of devices of an engine: the configured one, and powers of two that divide the heads."""
+    if hardware.device.is_cpu:
+        return [ppo.engine.tensor_parallel]
+    found = _numbers(ppo.engine.tensor_parallel, hardware.per_host)
+    return [ways for ways in found if shape.heads % ways == 0]
+
+
+def _engine_counts(ppo: PPOConfig, placement: PlacementPlan, hardware: Hardware) -> list[int]:
+    """Return numbers of engines: the configured one, and on GPUs as many as there is room for."""
+    configured = ppo.engine.count
+    if hardware.device.is_cpu:
+        return _halves(configured)
+    room = room_for_engines(placement, hardware)
+    return sorted({count for count in (configured, room) if 0 < count <= room})
+
+
+def _shares(config: PipelineConfig, ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterator[float]:
+    """Yield shares of a device that an engine may use: the configured one, and what others leave."""
+    configured = ppo.engine.gpu_memory_utilization
+    if hardware.device.is_cpu:
+        yield configured
+    elif ppo.colocate != "all":
+        yield from dict.fromkeys((configured, _ENGINE_SHARE))
+    else:
+        memory = hardware.device.memory
+        [group] = plan(ppo).groups
+        changed = config.model_copy(update={"ppo": ppo})
+        loads = list(group_loads(changed, shape, group, "cuda", serving=Bytes(weights=1.0)))
+        # With `sleep_level`, an engine holds its memory in the rollout only.
+        if ppo.engine.sleep_level:
+            loads = [load for load in loads if load.phase == "rollout"]
+        used = max(load.total for load in loads)
+        left = min(0.95, math.floor(100 * (memory - used) / memory) / 100)
+        if left >= configured:
+            yield configured
+        if left > 0.05:
+            yield left
+
+
+def _of_evaluation(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Iterator[Candidate]:
+    """Yield other numbers of ranks and engines, larger engines, and ranks that share the policy."""
+    ppo, now = config.ppo, config.evaluate
+    doubled = [] if hardware.device.is_cpu else [now.ranks << shift for shift in range(1, 9)]
+    values = product(
+        [*_halves(now.ranks), *(ranks for ranks in doubled if ranks <= hardware.count)],
+        _halves(now.engines),
+        _tensor_parallel(ppo, shape, hardware),
+        dict.fromkeys((ppo.engine.gpu_memory_utilization, _ENGINE_SHARE)),
+        dict.fromkeys((ppo.engine.dtype, "bfloat16")),
+        dict.fromkeys((ppo.policy_deepspeed.zero_stage, 3)),
+    )
+    for ranks, engines, ways, share, dtype, zero in values:
+        price = 0.5 * _steps(now.ranks, ranks) + _steps(now.engines, engines)
+        price += 3.0 * _steps(ppo.engine.tensor_parallel, ways) + 2.0 * (dtype != ppo.engine.dtype)
+        price += 1.0 * (share != ppo.engine.gpu_memory_utilization)
+        price += 1.0 * (zero != ppo.policy_deepspeed.zero_stage)
+        evaluate = now.model_copy(update={"ranks": ranks, "engines": engines})
+        of_engine = {"tensor_parallel": ways, "gpu_memory_utilization": share, "dtype": dtype}
+        engine = ppo.engine.model_copy(update=of_engine)
+        policy = ppo.policy_deepspeed.model_copy(update={"zero_stage": zero})
+        changed = ppo.model_copy(update={"engine": engine, "policy_deepspeed": policy})
+        update = {"evaluate": evaluate, "ppo": changed}
+        yield Candidate(config.model_copy(update=update), price, dtype == ppo.engine.dtype)
+
+
+# -- values of fields --
+
+
+def _numbers(configured: Any, limit: int) -> list[Any]:
+    """Return the configured number, `limit`, and the powers of two below it, down to an eighth."""
+    powers = [2**exponent for exponent in range(limit.bit_length()) if 8 * 2**exponent >= limit]
+    return list(dict.fromkeys((configured, *powers, limit)))
+
+
+def _halves(number: int) -> list[int]:
+    return [number >> shift for shift in range(number.bit_length())]
+
+
+def _sizes(configured: int, least: int) -> list[int]:
+    """Return tokens of a micro-batch: the configured number, four times it, and quarters down to `least`."""
+    smaller = [size for size in _halves(configured)[::2] if size > least]
+    return list(dict.fromkeys((4 * configured, configured, *smaller, least)))
+
+
+def _kinds_of_training(
+    lora: LoraConfig | None, *dtypes: str
+) -> list[tuple[dict[str, Any], LoraConfig | None]]:
+    """Return changes of the precision with the adapters: as configured, all in bfloat16, with adapters."""
+    kinds: list[tuple[dict[str, Any], LoraConfig | None]] = [({}, lora)]
+    if "float32" in dtypes:
+        kinds.append(({"dtype": "bfloat16"}, lora))
+    if lora is None:
+        kinds += [(precision, _ADAPTERS) for precision, _ in kinds]
+    return kinds
+
+
+def _shardings(ranks: int, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    """Yield ways to distribute a model over `ranks`, as changes of the configured one."""
+    yield {}
+    # Not ZeRO-0 and 1, which need more memory than ZeRO-2 and reduce more bytes.
+    kinds: list[tuple[int, str, int]] = [(2, "none", 1), (3, "none", 1)]
+    if ranks > hardware.per_host and ranks % hardware.per_host == 0:
+        kinds.append((3, "none", hardware.per_host))
+    if not hardware.device.is_cpu:
+        kinds += [(2, "optimizer", 1), (3, "optimizer", 1), (3, "all", 1)]
+    for (zero_stage, offload, hpz), recomputes in product(kinds, (False, True)):
+        if offload != "none" and not recomputes:
+            continue  # recomputing is cheaper than moving state to the host
+        yield {
+            "zero_stage": zero_stage,
+            "offload": offload,
+            "hpz": hpz,
+            "gradient_checkpointing": recomputes,
+        }
+
+
+def _sharded(base: DeepSpeedConfig, sharding: dict[str, Any]) -> DeepSpeedConfig | None:
+    """Return `base` with another sharding; None if DeepSpeed does not support it."""
+    deepspeed = base.model_copy(update=sharding)
+    return None if any(sharding_problems("", deepspeed)) else deepspeed
+
+
+def _steps(before: int, after: int) -> float:
+    """Return how many times a number is doubled or halved."""
+    return abs(math.log2(after / before))
+
+
+def _price(before: DeepSpeedConfig, after: DeepSpeedConfig) -> float:
+    price = _steps(before.ranks, after.ranks) + 0.5 * abs(after.zero_stage - before.zero_stage)
+    price += 1.0 * (after.gradient_checkpointing != before.gradient_checkpointing)
+    price += 1.0 * (after.hpz != before.hpz) + 1.0 * (after.dtype != before.dtype)
+    return price + 4.0 * abs(_OFFLOADS.index(after.offload) - _OFFLOADS.index(before.offload))
