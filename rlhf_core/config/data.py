@@ -158,8 +158,10 @@ class SyntheticConfig(Section):
 class DataConfig(Section):
     """Data sources and their conversion to token files."""
 
-    sft: tuple[Source, ...] = result((Source(path="synthetic"),), min_length=1)
-    """Demonstrations: text, messages or prompt+completion. With `model.path` there is no default"""
+    sft: tuple[Source, ...] = result((Source(path="synthetic"),))
+    """Demonstrations: text, messages or prompt+completion. With `model.path` there is no default. They are
+    not needed with `sft.enabled: false`
+    """
     preference: tuple[Source, ...] = result((Source(path="synthetic"),))
     """Pairs for the reward model and DPO; may be empty if PPO uses rule rewards only. With `model.path` there
     is no default

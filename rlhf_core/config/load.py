@@ -15,11 +15,12 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from rlhf_core.config.base import divisors_near
+from rlhf_core.config.constants import GroupKind
 from rlhf_core.config.data import SETS
 from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
 from rlhf_core.config.pipeline import PipelineConfig, uses_gpu
@@ -28,8 +29,13 @@ from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown
 from rlhf_core.config.training import adapter_rate
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
+from rlhf_core.system.files import exists
 from rlhf_core.system.machine import machine
 
+GROUP = 8
+"""Samples of a prompt where an algorithm compares them, as in TRL."""
+CPU_RESPONSES = 64
+"""Responses of a step on CPUs, those of PPO's default."""
 _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")
 """Names of GPUs without bfloat16."""
 
@@ -64,6 +70,8 @@ def config_from_tree(
 def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
     """Apply the overrides and validate. Raises ConfigError with all problems at once."""
     tree = json.loads(json.dumps(document.tree))  # a copy, because overrides change it
+    _find_beside(tree, document.folder)
+    _expand(tree)
     given: dict[Keys, str] = {}
     problems: list[str] = []
     for text in overrides:
@@ -71,6 +79,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
             given[_override(tree, text)] = text
         except ConfigError as error:
             problems.append(error.message)
+    _expand(tree)
     place = _place_of(document, given)
     for path, value in texts(tree):
         if problem := credential_problem(value, "give them by environment variables or a role"):
@@ -88,6 +97,48 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
         # Not chained: pydantic's error would carry the values that the message hides.
         raise ConfigError("\n".join(problems)) from None
     return config
+
+
+def _expand(tree: dict[str, Any]) -> None:
+    """Write out what stands for a section: `model: NAME` and `data.sft: FILE` mean their `path`."""
+    if isinstance(tree.get("model"), str):
+        tree["model"] = {"path": tree["model"]}
+    data = tree.get("data")
+    if not isinstance(data, dict):
+        return
+    for name in SETS:
+        sources = data.get(name)
+        if isinstance(sources, str | dict):
+            sources = [sources]
+        if isinstance(sources, list):
+            data[name] = [{"path": each} if isinstance(each, str) else each for each in sources]
+
+
+def _find_beside(tree: dict[str, Any], folder: Path | None) -> None:
+    """Let relative addresses of inputs start at the folder of the file that names them, if they are there."""
+    if folder is None or folder == Path():
+        return
+    for path, value in list(texts(tree)):
+        is_short = path == ("model",) or (path[:1] == ("data",) and path[1:2] and path[1] in SETS)
+        schema = locate(_with_types(tree, path)).schema or {}
+        if schema.get("affects") != "content" and not is_short:
+            continue
+        if not Path(value).is_absolute() and exists(folder / value):
+            parent: Any = tree
+            for step in path[:-1]:
+                parent = parent[step]
+            parent[path[-1]] = str(folder / value)
+
+
+def _with_types(tree: Any, path: Keys) -> list[str | int]:
+    """Return the path with the `type` of each section that has one, as `locate` needs it."""
+    steps: list[str | int] = []
+    for step in path:
+        steps.append(step)
+        tree = tree[step]
+        if isinstance(tree, dict) and isinstance(tree.get("type"), str):
+            steps.append(tree["type"])
+    return steps
 
 
 def _place_of(document: Document, overrides: Mapping[Keys, str]) -> Place:
@@ -123,6 +174,8 @@ def _with_derived(tree: dict[str, Any]) -> dict[str, Any]:
     _fill_adapter_rates(tree)
     _complete_judge(tree)
     _fill_ppo(tree, on_gpu)
+    if _at(tree, "ppo", "enabled") is False and _at(tree, "dpo", "enabled") is True:
+        _fill(tree, ("register",), "policy", "dpo")
     if on_gpu:  # with the 128 prompts that choose the policy, those of `data.max_eval`
         _fill(tree, ("evaluate",), "prompts", 384)
     return tree
@@ -171,6 +224,10 @@ def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
     ppo = tree["ppo"]
     if not isinstance(ppo, dict):
         return
+    if ppo.get("algorithm", "ppo") in get_args(GroupKind):
+        ppo.setdefault("samples_per_prompt", GROUP)
+        if not on_gpu and ppo["samples_per_prompt"] == GROUP:
+            ppo.setdefault("prompts_per_step", CPU_RESPONSES // GROUP)
     samples = ppo.get("samples_per_prompt", 1)
     if on_gpu and isinstance(samples, int) and samples > 0:
         ppo.setdefault("steps", 200)

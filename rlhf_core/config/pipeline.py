@@ -23,7 +23,16 @@ from rlhf_core.config.base import (
     result,
     rounding,
 )
-from rlhf_core.config.data import DEMO_LIMITS, DataConfig, DriftConfig, GivenLimits, Limits, fitted_limits
+from rlhf_core.config.data import (
+    DEMO_LIMITS,
+    SETS,
+    DataConfig,
+    DriftConfig,
+    GivenLimits,
+    Limits,
+    Source,
+    fitted_limits,
+)
 from rlhf_core.config.evaluate import EvaluateConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.register import RegisterConfig, SampleConfig
@@ -346,7 +355,9 @@ class PipelineConfig(Section):
         """The settings of the stages that train one model, without those of disabled stages, and without the
         judge if it has none of its own.
         """
-        sections: dict[TrainingStage, TrainingSection] = {"sft": self.sft}
+        sections: dict[TrainingStage, TrainingSection] = {}
+        if self.sft.enabled:
+            sections["sft"] = self.sft
         if self.reward.enabled:
             sections["reward"] = self.reward
         judge = self.reward.judge
@@ -455,20 +466,23 @@ class PipelineConfig(Section):
             data, ppo = completed.data, completed.ppo
         else:
             self._require_data()
-            if "preference" not in data.model_fields_set:
-                data = data.model_copy(update={"preference": ()})
+            not_given: dict[str, tuple[Source, ...]] = {
+                name: () for name in SETS if name not in data.model_fields_set
+            }
+            data = data.model_copy(update=not_given)
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "ppo", ppo)
         return self
 
     def _require_data(self) -> None:
-        rows = {"sft": "demonstrations", "prompts": "prompts (those of the pairs can be used: the same path)"}
+        rows = {"prompts": "prompts (those of the pairs can be used: the same path)"}
+        if self.sft.enabled:
+            rows = {"sft": "demonstrations (or set sft.enabled=false)", **rows}
         if self.dpo.enabled:
             rows["preference"] = "pairs"
         elif self.reward.enabled:
             rows["preference"] = "pairs (or set reward.enabled=false)"
-        given = self.data.model_fields_set
-        missing = [name for name in rows if name not in given]
+        missing = [name for name in rows if name not in self.data.model_fields_set]
         if missing:
             fields = ", ".join(f"data.{name}" for name in missing)
             raise ValueError(
@@ -476,6 +490,17 @@ class PipelineConfig(Section):
                 f" give {', '.join(rows[name] for name in missing)}; to train on the generated task, write"
                 " path: synthetic"
             )
+
+    @model_validator(mode="after")
+    def _check_start(self) -> Self:
+        if not self.sft.enabled and self.model.path is None:
+            raise ValueError(
+                "sft.enabled=false needs model.path: a model from scratch must be trained first; set the path"
+                " of a model that follows instructions"
+            )
+        if self.sft.enabled and not self.data.sft:
+            raise ValueError("data.sft must have a source; give demonstrations, or set sft.enabled=false")
+        return self
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:

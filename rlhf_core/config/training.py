@@ -196,6 +196,10 @@ class TrainingSection(PackedSection):
 class SFTConfig(TrainingSection):
     """Supervised fine-tuning."""
 
+    enabled: bool = result(True, later=True)
+    """Train the base model on `data.sft`. If false, the base model is the SFT model: one that follows
+    instructions already. It needs `model.path`
+    """
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5))
     """AdamW and its schedule"""
     eval_every: PositiveInt = execution(50)

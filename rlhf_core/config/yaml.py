@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ import yaml
 from rlhf_core.config.redact import printable, shown
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.files import UnfitFile, open_regular
+from rlhf_core.system.shipped import shipped
 
 MAX_BYTES = 1_000_000
 MAX_VALUES = 20_000
@@ -42,6 +43,8 @@ class Document:
     """Its content as plain data."""
     lines: dict[Keys, int] = field(default_factory=dict)
     """Line of each key and list item, from 1, by its path. Of an alias, only its own line."""
+    folder: Path | None = None
+    """Folder of the file."""
 
     def place(self, path: Keys) -> str:
         """Return `FILE:LINE` of the field or of the nearest section around it, or `FILE` if there is none."""
@@ -58,7 +61,7 @@ def read(path: str | Path) -> Document:
         ConfigError: The file is missing, not a regular file, unreadable, too large, empty or not valid YAML.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(shipped(path)) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: configuration file not found; give the path of a YAML file") from error
@@ -76,7 +79,7 @@ def read(path: str | Path) -> Document:
         raise ConfigError(
             f"{shown(str(path))}: cannot be read ({what}); give the path of a YAML file"
         ) from error
-    return parse(data, str(path))
+    return replace(parse(data, str(path)), folder=shipped(path).parent)
 
 
 def parse(data: bytes, name: str) -> Document:

@@ -59,7 +59,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
     device = resolve_device(config.run.device)
     fetch_base(config, context, "sft")
-    metrics = train_on_ranks(_train, config.sft, config, context)
+    if config.sft.enabled:
+        metrics = train_on_ranks(_train, config.sft, config, context)
+    else:
+        metrics = {}
+        _save_base(config, context)
     shutil.copytree(context.data / "tokenizer", context.output / "model", dirs_exist_ok=True)
     samples = _samples(config, context, device)
     context.metrics.log_table("sft_samples", samples)
@@ -117,6 +121,22 @@ def _train(
         gap = saved["eval/loss"] - metrics["eval_loss"]
         metrics |= {"eval_loss": saved["eval/loss"], "perplexity": saved["eval/perplexity"], "merge_gap": gap}
     return metrics
+
+
+def _save_base(config: PipelineConfig, context: StageContext) -> None:
+    """Save the base model as the SFT model, with the special tokens of the data."""
+    folder, revision = base_model(config, context.data)
+    policy = load_policy(
+        folder,
+        dtype=config.sft.deepspeed.dtype,
+        attention=config.model.attention,
+        device="cpu",
+        revision=revision,
+        pack=False,
+        head_dtype=config.model.head_dtype,
+    )
+    _set_special_tokens(policy.lm, load_decoder(context.data))
+    policy.save(context.output / "model")
 
 
 def _set_special_tokens(lm: Any, ids: Decoder) -> None:
