@@ -1,7 +1,7 @@
 """The iteration of `ppo_iteration.py` by TRL's PPO trainer, to compare side by side. In an environment of its
 own:
 
-    python3.11 -m venv trl-env && trl-env/bin/pip install trl==1.12.0 && trl-env/bin/python
+    python3.11 -m venv trl-env && trl-env/bin/pip install trl==1.12.0 requests && trl-env/bin/python
     tests/benchmarks/ppo_iteration_trl.py
 
 The same shapes, minibatches, rule reward and number of threads; Hugging Face's `generate` samples. Prints the
