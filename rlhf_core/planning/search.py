@@ -127,7 +127,9 @@ def fastest(
         # Without what it does not need, it can be one of the faster ones.
         if tuple(changes.items()) not in seen:
             seen.add(tuple(changes.items()))
-            yield least, changes
+            shown = with_changes(config, changes)
+            assert shown is not None
+            yield seconds(shown), changes
 
 
 def _parts(config: PipelineConfig) -> list[tuple[StageName, ...]]:

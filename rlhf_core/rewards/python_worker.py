@@ -43,6 +43,8 @@ def load_function(
     exception of the import.
     """
     module_name, _, name = function.partition(":")
+    if code is None and file is not None:
+        code = Path(file).read_bytes()
     if code is None:
         module = importlib.import_module(module_name)
     else:

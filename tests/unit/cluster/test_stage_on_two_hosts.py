@@ -29,6 +29,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.stages import sft
+from rlhf_core.stages.training import Folders
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -87,7 +88,10 @@ class TwoProcesses(ScriptedRankGroup):
         return [found, None]
 
     def _elsewhere(self, arg: Any) -> Any:
-        return self.there(arg) if isinstance(arg, Path) else arg
+        if isinstance(arg, Folders):
+            inputs = {name: self.there(folder) for name, folder in arg.inputs.items()}
+            return Folders(inputs, self.there(arg.work), self.there(arg.out))
+        return arg
 
 
 class Host:

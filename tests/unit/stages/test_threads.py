@@ -17,7 +17,7 @@ from rlhf_core.testing.ranks import scripted_ranks
 
 @pytest.mark.parametrize(("threads", "expected"), [(3, 3), (None, 1)])
 def test_a_stage_trains_with_its_own_threads(threads: int | None, expected: int, tmp_path: Path) -> None:
-    def train(_rank: Any, _config: PipelineConfig, _context: Any) -> dict[str, float]:
+    def train(_rank: Any, _config: PipelineConfig, _folders: Any, _context: Any) -> dict[str, float]:
         return {"threads": float(torch.get_num_threads())}
 
     config = PipelineConfig()
@@ -27,7 +27,9 @@ def test_a_stage_trains_with_its_own_threads(threads: int | None, expected: int,
     torch.set_num_threads(1)
     try:
         with scripted_ranks():
-            found = train_on_ranks(train, settings, config, stage_context(tmp_path))
+            found = train_on_ranks(
+                train, settings, config, stage_context(tmp_path, inputs={"data": tmp_path})
+            )
         assert (found, torch.get_num_threads()) == ({"threads": expected}, 1)
     finally:
         torch.set_num_threads(before)

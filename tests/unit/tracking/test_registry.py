@@ -509,8 +509,7 @@ def test_the_stage_asks_for_an_independent_judge(tmp_path: Path, database: Path)
     assert (result.metrics["champion"], result.attributes["rule"]) == (0.0, "judge")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}"])
-def test_the_stage_refuses_an_evaluation_without_a_win_rate(tmp_path: Path, content: str) -> None:
+def test_the_stage_refuses_an_evaluation_without_a_win_rate(tmp_path: Path) -> None:
     config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}})
     with pytest.raises((CorruptArtifact, RLHFError), match=r"evaluation\.json"):
-        register_stage.run(config, context(tmp_path, content))
+        register_stage.run(config, context(tmp_path, "{}"))

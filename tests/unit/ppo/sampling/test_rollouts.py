@@ -169,27 +169,16 @@ def test_rewards_get_each_rollout_with_its_prompt() -> None:
             assert s.response == f"text {s.response_ids}"
 
 
-def test_model_scores_keep_order_and_are_requested_again_after_a_restart() -> None:
-    class Dying(MarkRank):
-        """Dies in its first call."""
-
-        def scores(self, *given: Any) -> ModelScores:
-            found = super().scores(*given)
-            if self.calls == 1:
-                raise WorkerDied("a process died")
-            return found
-
-    rewards, ranks = MarkRewards(), (MarkRank(), Dying())
+def test_model_scores_keep_the_order_of_the_batch() -> None:
+    rewards, ranks = MarkRewards(), (MarkRank(), MarkRank())
     made = collector(FixedEngines((0, 1)), rewards, ranks={"reward": ranks})
     batch = made.collect(3, VERSION)
-    made._fleet.client.monitor.report("reward rank 1", "dead")
     made.rewards(batch)
-    assert made._fleet.client.killed == ["reward rank 0", "reward rank 1"]
     assert rewards.model_scores == [mark(r.response_ids) for r in rollouts(batch)]
-    assert [rank.calls for rank in ranks] == [2, 2]
+    assert [rank.calls for rank in ranks] == [1, 1]
     made.rewards(batch, ModelScores([0.0] * len(batch)))
     assert rewards.model_scores == [0.0] * len(batch)
-    assert [rank.calls for rank in ranks] == [2, 2], "scores that are given are not asked for"
+    assert [rank.calls for rank in ranks] == [1, 1], "scores that are given are not asked for"
 
 
 def test_no_response_is_fetched_if_only_the_reward_model_scores() -> None:
