@@ -61,8 +61,7 @@ def configuration(given: Given, name: str) -> str:
     _check(given, answers)
     return "\n".join(
         [
-            f"# {given.goal.upper()} of {given.model}. `rlhf data FILE` shows what is made of the rows,"
-            " `rlhf plan FILE` what it needs.",
+            f"# {given.goal.upper()} of {given.model}",
             f"run: {{name: {name}}}",
             f"model: {{path: {given.model}}}",
             "",
