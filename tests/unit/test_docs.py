@@ -43,7 +43,19 @@ PROGRAMS = dict(
 )
 """Targets of make that run a program with `ARGS`, and its module."""
 assert {"bench", "bench-training", "chaos"} <= set(PROGRAMS)
-NEED_ARGUMENTS = ("run", "rounds", "plan", "serve-reward", "rollback", "promote", "serve", "chat", "publish")
+NEED_ARGUMENTS = (
+    "init",
+    "data",
+    "run",
+    "rounds",
+    "plan",
+    "serve-reward",
+    "rollback",
+    "promote",
+    "serve",
+    "chat",
+    "publish",
+)
 REFUSED_ON_PURPOSE = "sft.optimzer"
 """The README shows the message for this misspelled field."""
 
