@@ -48,9 +48,14 @@ def _init(arguments: argparse.Namespace) -> int:
     given = Given(arguments.model, arguments.goal, arguments.sft, arguments.pairs, arguments.prompts)
     text = configuration(given, out.stem)
     out.write_text(text, encoding="utf-8")
-    print(f"{text}\nwrote {out}\n")
-    _show(out, [], 1000)
-    print(f"\nnext: rlhf plan {out}, then rlhf run {out}")
+    print(text)
+    try:
+        _show(out, [], 1000)
+    except InputError:
+        out.unlink()  # the next try writes it again
+        raise
+    print(f"\nwrote {out}")
+    print(f"next: rlhf plan {out}, then rlhf run {out}")
     return 0
 
 

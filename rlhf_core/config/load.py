@@ -54,7 +54,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
 
 def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the content of a configuration file with overrides, to be written to another file."""
-    tree = dict(read(path).tree)
+    document = read(path)
+    tree: dict[str, Any] = json.loads(json.dumps(document.tree))
+    _find_beside(tree, document.folder)
+    _expand(tree)
     for text in overrides:
         _override(tree, text)
     return tree
@@ -120,8 +123,11 @@ def _find_beside(tree: dict[str, Any], folder: Path | None) -> None:
         return
     for path, value in list(texts(tree)):
         is_short = path == ("model",) or (path[:1] == ("data",) and path[1:2] and path[1] in SETS)
-        schema = locate(_with_types(tree, path)).schema or {}
+        field = path[:-1] if isinstance(path[-1], int) else path  # an item of a list of paths
+        schema = locate(_with_types(tree, field)).schema or locate(field).schema or {}
         if schema.get("affects") != "content" and not is_short:
+            continue
+        if value in ("", "synthetic") or path[-1] == "revision":
             continue
         if not Path(value).is_absolute() and exists(folder / value):
             parent: Any = tree
@@ -224,9 +230,9 @@ def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
     ppo = tree["ppo"]
     if not isinstance(ppo, dict):
         return
-    if ppo.get("algorithm", "ppo") in get_args(GroupKind):
-        ppo.setdefault("samples_per_prompt", GROUP)
-        if not on_gpu and ppo["samples_per_prompt"] == GROUP:
+    if ppo.get("algorithm", "ppo") in get_args(GroupKind) and "samples_per_prompt" not in ppo:
+        ppo["samples_per_prompt"] = GROUP
+        if not on_gpu:
             ppo.setdefault("prompts_per_step", CPU_RESPONSES // GROUP)
     samples = ppo.get("samples_per_prompt", 1)
     if on_gpu and isinstance(samples, int) and samples > 0:

@@ -181,10 +181,11 @@ def normalise(
         ignore: Fields of the row and of its messages that are not read. `meta` has those of the row.
     """
     row = _renamed(row, rename or {})
-    if wanted == "auto":
-        row = _from_other_layout(row)
     meta = _meta(row)
     row = _without(row, ignore) if ignore else row
+    if wanted == "auto":
+        before, row = row, _from_other_layout(row)
+        meta = {name: value for name, value in meta.items() if name in row or name not in before}
     kind = _detect(row, demonstration=demonstration) if wanted == "auto" else wanted
     bad = demonstration and _is_marked_bad(row, kind)
     if kind == "text":
@@ -224,16 +225,24 @@ def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:
         messages = [_from_share_gpt(item) for item in conversation]
         return {**_without(row, ("conversations",)), "messages": messages}
     if {"instruction", "output"} <= has and not has & {"prompt", "completion", "messages", "chosen"}:
-        prompt = row["instruction"]
-        if not _is_empty(row.get("input")):
-            prompt = f"{prompt}\n\n{row['input']}"
-        kept = _without(row, ("instruction", "input", "output"))
-        return {**kept, "prompt": prompt, "completion": row["output"]}
-    if not has & {"prompt", "messages", "text"}:
+        parts = [part for part in (row["instruction"], row.get("input")) if not _is_empty(part)]
+        texts = [part for part in parts if isinstance(part, str)]
+        if texts and len(texts) == len(parts):
+            kept = _without(row, ("instruction", "input", "output"))
+            return {**kept, "prompt": "\n\n".join(texts), "completion": row["output"]}
+    chosen = row.get("chosen")
+    is_conversation = isinstance(chosen, list) or (isinstance(chosen, str) and _is_transcript(chosen))
+    # With choices or a context, the question alone is not the prompt.
+    if not is_conversation and not has & {"prompt", "messages", "text", "choices", "options", "context"}:
         for name in _PROMPT_NAMES:
             if name in has:
                 return {**_without(row, (name,)), "prompt": row[name]}
     return row
+
+
+def _is_transcript(text: str) -> bool:
+    """Return whether a text is a conversation as in HH-RLHF."""
+    return text.startswith("\n\nHuman:")
 
 
 def _from_share_gpt(item: Any) -> Any:
@@ -575,7 +584,7 @@ def _conversation(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     value = row.get(name)
     if not isinstance(value, str):
         return _messages(row, name)
-    if not value.startswith("\n\nHuman:"):
+    if not _is_transcript(value):
         raise RowError(f"'prompt' is missing, and {name!r} is not a conversation that holds it")
     # The text begins with a speaker, so the part before the first one is empty.
     _, *turns = _TRANSCRIPT_TURN.split(value)

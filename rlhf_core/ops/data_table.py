@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rlhf_core.config.data import SETS, SetName, Source
+from rlhf_core.config.data import SETS, SetName
 from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import checking
@@ -121,7 +121,7 @@ def _parts(example: SFTExample | PairExample | PromptExample, tokenizer: Any) ->
 
 def _limited(config: PipelineConfig, rows: int) -> PipelineConfig:
     """Return the configuration with at most `rows` rows of each source."""
-    sets: dict[str, tuple[Source, ...]] = {}
+    sets: dict[str, Any] = {"min_rows": min(config.data.min_rows, 1)}
     for name in SETS:
         sources = getattr(config.data, name)
         sets[name] = tuple(

@@ -90,6 +90,8 @@ def _check(given: Given, answers: bool) -> None:
 def _data(given: Given) -> Iterator[str]:
     """Yield the section `data`."""
     yield "data:"
+    if exists(given.model) and not ModelFolder(given.model).has_chat_template:
+        yield "  template: plain    # the tokenizer has no chat template"
     if given.sft is not None:
         yield f"  sft: [{{path: {given.sft}}}]"
     elif given.pairs is not None and not _follows_instructions(given.model):

@@ -129,25 +129,31 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
     overrides = [] if config.sample is not None else ["sample={}"]
     judge = (config.sample or SampleConfig()).judge
     demonstrations, pairs = len(config.data.sft), len(config.data.preference)
-    has_pairs = pairs > 0
+    has_pairs, trains_sft = pairs > 0, config.sft.enabled
+    if earlier and not has_pairs and not trains_sft:
+        raise GateFailed(
+            "sft.enabled is false and data.preference has no pairs, so that nothing learns from the samples"
+            " and a next round would be the same; add pairs, or set sft.enabled=true"
+        )
     for number, summary in enumerate(earlier, start=1):
         if config.labels_by_people:
             file = rows_of_votes(config, number, summary)
-            overrides += _preferred_answers(f"data.sft.{demonstrations}", file)
-            demonstrations += 1
+            if trains_sft:
+                overrides += _preferred_answers(f"data.sft.{demonstrations}", file)
+                demonstrations += 1
             if has_pairs:
                 overrides.append(f"data.preference.{pairs}.path={_text(file)}")
                 pairs += 1
             continue
         artifact = f"artifact://sample/{summary['stages']['sample']['key']}"
         rows = summary["sample"]
-        if not rows["best"] and not (has_pairs and rows["pairs"]):
+        if not (trains_sft and rows["best"]) and not (has_pairs and rows["pairs"]):
             raise GateFailed(
                 f"round {number}: the stage sample has {rows['best']} demonstrations and {rows['pairs']}"
                 " pairs, so a next round would be the same; raise sample.answers or ppo.max_new_tokens, or"
                 " lower sample.min_score"
             )
-        if rows["best"]:
+        if trains_sft and rows["best"]:
             overrides += _source(f"data.sft.{demonstrations}", f"{artifact}/best.jsonl", judge)
             demonstrations += 1
         if has_pairs and rows["pairs"]:

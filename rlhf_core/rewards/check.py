@@ -84,7 +84,9 @@ def check_chat_service(config: PipelineConfig, settings: ChatServiceConfig, fiel
             key = api_key(settings, field)
         except ConfigError as error:
             yield error
-    yield from _hosts(config, (str(settings.url),), settings.allowed_hosts, f"{field}.url", key)
+    # Where the stage runs elsewhere, the key is not known here.
+    sent = key or settings.api_key_env
+    yield from _hosts(config, (str(settings.url),), settings.allowed_hosts, f"{field}.url", sent)
 
 
 def _has_other_prompts(config: PipelineConfig) -> bool:

@@ -59,11 +59,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
     device = resolve_device(config.run.device)
     fetch_base(config, context, "sft")
-    if config.sft.enabled:
-        metrics = train_on_ranks(_train, config.sft, config, context)
-    else:
-        metrics = {}
-        _save_base(config, context)
+    metrics = train_on_ranks(_train if config.sft.enabled else _save_base, config.sft, config, context)
     shutil.copytree(context.data / "tokenizer", context.output / "model", dirs_exist_ok=True)
     samples = _samples(config, context, device)
     context.metrics.log_table("sft_samples", samples)
@@ -123,20 +119,25 @@ def _train(
     return metrics
 
 
-def _save_base(config: PipelineConfig, context: StageContext) -> None:
-    """Save the base model as the SFT model, with the special tokens of the data."""
-    folder, revision = base_model(config, context.data)
-    policy = load_policy(
-        folder,
-        dtype=config.sft.deepspeed.dtype,
-        attention=config.model.attention,
-        device="cpu",
-        revision=revision,
-        pack=False,
-        head_dtype=config.model.head_dtype,
-    )
-    _set_special_tokens(policy.lm, load_decoder(context.data))
-    policy.save(context.output / "model")
+def _save_base(
+    rank: Any, config: PipelineConfig, folders: Folders, context: StageContext | None
+) -> dict[str, float]:
+    """Save the base model as the SFT model, with the special tokens of the data, on rank 0."""
+    if rank.rank == 0:
+        heartbeat("load the model", config.run.timeouts.start)
+        folder, revision = base_model(config, folders.data)
+        policy = load_policy(
+            folder,
+            dtype=config.sft.deepspeed.dtype,
+            attention=config.model.attention,
+            device="cpu",
+            revision=revision,
+            pack=False,
+            head_dtype=config.model.head_dtype,
+        )
+        _set_special_tokens(policy.lm, load_decoder(folders.data))
+        policy.save(folders.out / "model")
+    return {}
 
 
 def _set_special_tokens(lm: Any, ids: Decoder) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.formats import Message
@@ -271,7 +273,10 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
             )
     else:
         pairs = load_blind_pairs(samples_file, opponent, summary.get("policy", "ppo"))
-    config = config_from_json(artifacts.config(ref))
+    try:
+        config = config_from_json(artifacts.config(ref))
+    except ValidationError as error:
+        raise InputError(f"{ref.uri} was made by an earlier release; run the pipeline again") from error
     name = str(summary.get("run", file.parent.name))
     return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
 

@@ -52,6 +52,21 @@ def test_relative_inputs_are_those_beside_the_file(folder: Path) -> None:
     assert config.ppo.rewards[0].file == str(folder / "score.py")  # type: ignore[union-attr]
 
 
+def test_only_addresses_of_inputs_are_looked_up(folder: Path) -> None:
+    for name in ("synthetic", "main", "v.jsonl", "f.py"):
+        (folder / name).mkdir()
+    text = (
+        "model: {path: A/B, revision: main}\nregister: {votes: [v.jsonl]}\nreward: {enabled: false}\n"
+        "data: {sft: synthetic, prompts: synthetic, preference: []}\n"
+        "ppo: {algorithm: grpo, rewards: [{type: repetition}],"
+        " advantages: {type: python, file: f.py, function: 'f:f'}}\n"
+    )
+    config = load_config(written(folder, text))
+    assert config.model.revision == "main" and config.data.sft[0].path == "synthetic"
+    assert config.register_.votes == (str(folder / "v.jsonl"),)
+    assert config.ppo.advantages is not None and config.ppo.advantages.file == str(folder / "f.py")
+
+
 def test_what_is_not_beside_the_file_starts_at_the_working_folder(folder: Path) -> None:
     Path("a.jsonl").touch()
     assert load_config(written(folder, OWN)).data.sft[0].path == "a.jsonl"
@@ -73,6 +88,10 @@ def test_an_algorithm_that_compares_samples_has_several(folder: Path) -> None:
     grpo = load_config(written(folder, OWN + "run: {device: cpu}\nppo: {algorithm: grpo}\n")).ppo
     assert (grpo.samples_per_prompt, grpo.prompts_per_step) == (8, 8)
     assert load_config(written(folder, OWN + "run: {device: cpu}\n")).ppo.prompts_per_step == 64
+    given = load_config(
+        written(folder, OWN + "run: {device: cpu}\nppo: {algorithm: grpo, samples_per_prompt: 8}\n")
+    )
+    assert given.ppo.prompts_per_step == 64
 
 
 def test_dpo_alone_registers_its_policy(folder: Path) -> None:
@@ -95,6 +114,10 @@ def test_a_model_that_follows_instructions_needs_no_demonstrations(folder: Path)
         (OWN + "sft: {enabled: false}\n", "sft.enabled=false needs model.path"),
         (OWN.replace("sft: a.jsonl", "sft: []"), "data.sft must have a source"),
         ("model: M\n" + OWN.replace("sft: a.jsonl, ", ""), "data.sft: missing.*or set sft.enabled=false"),
+        (
+            "model: M\nsft: {enabled: false}\nppo: {ptx: {coef: 0.1}}\n" + OWN.replace("sft: a.jsonl, ", ""),
+            "ppo.ptx needs demonstrations",
+        ),
     ],
 )
 def test_a_start_without_data_or_model_is_refused(folder: Path, text: str, message: str) -> None:

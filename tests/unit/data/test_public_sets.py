@@ -126,6 +126,12 @@ LAYOUTS = [
         {**ALPACA, "input": "it is"},
         NOON.replace("late?", "late?<0x0A><0x0A>it is"),
     ),
+    Layout("Alpaca without its input", "sft", {**ALPACA, "input": "it is"}, NOON, {"ignore": ("input",)}),
+    Layout("Alpaca, an input that is no text", "sft", {**ALPACA, "input": [1]}, "no known format"),
+    Layout(
+        "a question with choices", "prompts", {"question": "Is it late?", "choices": ["a"]}, "no known format"
+    ),
+    Layout("HH-RLHF with a question", "preference", {**HH, "question": "Which?"}, PAIR),
     Layout("Alpaca with new names", "sft", ALPACA, NOON, RENAMED_ALPACA),
     Layout(
         "Alpaca with new names and input",
