@@ -47,6 +47,7 @@ def _init(arguments: argparse.Namespace) -> int:
         raise InputError(f"--out: {out} exists already; remove it, or give another name")
     given = Given(arguments.model, arguments.goal, arguments.sft, arguments.pairs, arguments.prompts)
     text = configuration(given, out.stem)
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     print(text)
     try:

@@ -194,11 +194,9 @@ _OTHER_WORDS: dict[str, set[str]] = {
     "rlhf_core.config.consistency": _ROLE,
     "rlhf_core.config.placement": _ROLE,
     "rlhf_core.config.ppo_sections": _ROLE,
-    "rlhf_core.config.sample": _ROLE,
     "rlhf_core.evaluation.regression": _ROLE,  # a field of a result
-    "rlhf_core.ops.plan.search": _ROLE,
     "rlhf_core.ops.plan.speed": _ROLE,
-    "rlhf_core.planning.advice": _ROLE,
+    "rlhf_core.planning.search": _ROLE,
     "rlhf_core.planning.loads": _ROLE,
     "rlhf_core.ppo": _ROLE,
     # The algorithm `ppo`.

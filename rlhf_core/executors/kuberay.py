@@ -176,6 +176,8 @@ def load_template(job: Job) -> dict[str, Any]:
         cluster = loaded["spec"]["rayClusterSpec"]
         for group in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]):
             group["template"]["spec"]["containers"][0]
+        if loaded["spec"].get("clusterSelector") or loaded["spec"].get("submissionMode") == "InteractiveMode":
+            raise TypeError("clusterSelector and submissionMode: InteractiveMode start no job of their own")
     except (IndexError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{field}: {file} must be a RayJob with spec.rayClusterSpec, with containers of a head and of a"

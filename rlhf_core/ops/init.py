@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -63,7 +65,7 @@ def configuration(given: Given, name: str) -> str:
         [
             f"# {given.goal.upper()} of {given.model}",
             f"run: {{name: {name}}}",
-            f"model: {{path: {given.model}}}",
+            f"model: {{path: {_text(given.model)}}}",
             "",
             *_data(given),
             "",
@@ -93,16 +95,21 @@ def _data(given: Given) -> Iterator[str]:
     if exists(given.model) and not ModelFolder(given.model).has_chat_template:
         yield "  template: plain    # the tokenizer has no chat template"
     if given.sft is not None:
-        yield f"  sft: [{{path: {given.sft}}}]"
+        yield f"  sft: [{{path: {_text(given.sft)}}}]"
     elif given.pairs is not None and not _follows_instructions(given.model):
-        yield f"  sft: [{{path: {given.pairs}}}]  # the chosen responses: none were given"
+        yield f"  sft: [{{path: {_text(given.pairs)}}}]  # the chosen responses: none were given"
     if given.pairs is not None:
-        yield f"  preference: [{{path: {given.pairs}}}]"
+        yield f"  preference: [{{path: {_text(given.pairs)}}}]"
     else:
         yield "  preference: []"
-    prompts = given.prompts or given.pairs or given.sft
+    prompts = given.prompts or given.pairs or given.sft or ""
     note = "" if given.prompts else "      # the prompts of these rows: no file of prompts was given"
-    yield f"  prompts: [{{path: {prompts}}}]{note}"
+    yield f"  prompts: [{{path: {_text(prompts)}}}]{note}"
+
+
+def _text(path: str) -> str:
+    """Return a path as YAML, in quotes if it needs them."""
+    return path if re.fullmatch(r"[\w./:@-]+", path) else json.dumps(path)
 
 
 def _stages(given: Given, answers: bool) -> Iterator[str]:

@@ -295,7 +295,10 @@ def _candidate_of_ppo(config: PipelineConfig, ppo: PPOConfig) -> Candidate:
     price += 1.0 * (ppo.engine.gpu_memory_utilization != before.engine.gpu_memory_utilization)
     price += _steps(before.micro_batch_tokens, ppo.micro_batch_tokens)
     price += 6.0 * (ppo.lora != before.lora)
-    precision = {(section.policy_deepspeed.dtype, section.engine.dtype) for section in (before, ppo)}
+    precision = {
+        (section.policy_deepspeed.dtype, section.critic_deepspeed.dtype, section.engine.dtype)
+        for section in (before, ppo)
+    }
     same = ppo.lora == before.lora and len(precision) == 1
     return Candidate(config.model_copy(update={"ppo": ppo}), price, same)
 

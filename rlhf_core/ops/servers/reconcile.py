@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import http.client
 import logging
-import math
 import signal
 import time
 import urllib.error
@@ -146,6 +145,9 @@ class Reconciler:
         """Flow run id -> consecutive polls without a process. Negative after a refusal."""
         self._clock = clock
         self._cancelled: dict[ProcessId, float] = {}
+        """When processes of cancelled runs were seen first."""
+        self._stopped: dict[ProcessId, float] = {}
+        """When they got SIGTERM."""
         """Process of a cancelled run -> time of the first poll that found it; infinity after its SIGTERM,
         because a second one would kill the stage.
         """
@@ -172,6 +174,7 @@ class Reconciler:
                     self._missing[run["id"]] = -_POLLS_AFTER_REFUSAL
         found = {process for of_run in processes.values() for process in of_run}
         self._cancelled = {process: at for process, at in self._cancelled.items() if process in found}
+        self._stopped = {process: at for process, at in self._stopped.items() if process in found}
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}
 
     def _reconcile(self, run: Mapping[str, Any], processes: Sequence[ProcessId]) -> None:
@@ -206,12 +209,19 @@ class Reconciler:
         self._missing[run_id] = 0
 
     def _stop(self, run: Mapping[str, Any], processes: Sequence[ProcessId]) -> None:
-        """Send SIGTERM, once, to processes of a cancelled run that are still there after `CANCEL_SECONDS`."""
+        """Send SIGTERM to processes of a cancelled run after `CANCEL_SECONDS`, and SIGKILL after
+        `FLOW_STOP_SECONDS` more: a flow that hangs would keep its stage and the GPUs.
+        """
         now = self._clock()
         for process in processes:
-            if now - self._cancelled.setdefault(process, now) > CANCEL_SECONDS:
+            found = self._cancelled.setdefault(process, now)
+            if process in self._stopped:
+                if now - self._stopped[process] > FLOW_STOP_SECONDS:
+                    log.warning("flow run %s (%s) has not stopped: SIGKILL", run["name"], run["id"])
+                    process.send(signal.SIGKILL)
+            elif now - found > CANCEL_SECONDS:
                 log.warning("flow run %s (%s) is cancelled and still runs: SIGTERM", run["name"], run["id"])
-                self._cancelled[process] = math.inf
+                self._stopped[process] = now
                 process.send(signal.SIGTERM)
 
     def _is_own(self, run: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ home. No other process receives a signal.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
@@ -94,6 +95,12 @@ def up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
     """
     if not DEPLOYMENTS.is_file():
         raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
+    home.servers.mkdir(parents=True, exist_ok=True)
+    lock = (home.servers / "up.lock").open("w")  # held until this function returns
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"another `rlhf up` starts the servers of {home.path}; wait for it") from None
     running = supervisor_of(home)
     if running is not None:
         raise InputError(
@@ -154,7 +161,7 @@ def _describe_start(home: Home, state: ServersState) -> str:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
     lines.append(f"logs     {home.servers}")
     # The project's prefect.toml refers to the profiles of the default home.
-    if "prefect" in state.servers and home != Home.of(".rlhf"):
+    if "prefect" in state.servers and home.path != Home.of(".rlhf").path:
         lines.append(f"next     export PREFECT_PROFILES_PATH={shlex.quote(str(home.prefect_profiles))}")
     prefect = shlex.quote(str(Path(sys.executable).parent / "prefect"))
     lines.append(f"next     {prefect} deployment run rlhf/full-pipeline --param ppo_steps=5")

@@ -210,7 +210,7 @@ def test_run_of_a_worker_on_another_host_is_never_changed(server: Server) -> Non
     assert {name for name, _ in server.sets} == {"taken-by-a-worker-that-was-killed"}
 
 
-def test_process_of_a_cancelled_run_is_stopped_once(server: Server) -> None:
+def test_process_of_a_cancelled_run_is_stopped_once_and_then_killed(server: Server) -> None:
     server.add("cancelled", "CANCELLING", age=3600.0)  # by the wall clock, which may have been set
     process = _Signals(1, 0.0)
     times = (0.0, CANCEL_SECONDS, CANCEL_SECONDS + 1, CANCEL_SECONDS + FLOW_STOP_SECONDS, 1000.0)
@@ -223,7 +223,7 @@ def test_process_of_a_cancelled_run_is_stopped_once(server: Server) -> None:
         reconciler.poll()
         received.append(tuple(process.received))
     once = (signal.SIGTERM,)
-    assert received == [(), (), once, once, once]
+    assert received == [(), (), once, once, (*once, signal.SIGKILL)]
     assert server.sets == []
     del found["cancelled"]
     reconciler.poll()
