@@ -332,6 +332,7 @@ class _Follower:
     def _read_events(self, files: JobFiles) -> None:
         events, progress = files.read_events()
         for event in events[self._read :]:
+            self._read += 1  # before the call: one that raises must not be called again while the job stops
             if event["event"] == "result":
                 self._outcome = ArtifactRef(**event["artifact"])
             elif event["event"] == "error":
@@ -340,7 +341,6 @@ class _Follower:
                 # After an outcome, it is of a job that its scheduler has started again.
                 self._outcome = None
                 self._on_event(event)
-        self._read = max(self._read, len(events))
         for event in progress:
             if event not in self._progress:
                 self._on_event(event)
