@@ -43,9 +43,9 @@ $(CLUSTER): requirements/cluster.txt | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(CLUSTER) --require-hashes --no-deps -r $< \
 	  && touch $(CLUSTER) || { rm -rf $(CLUSTER); echo "The tests of Ray jobs are skipped: their packages cannot be installed."; }
 
-# What a user runs after a clone: the unit tests, and one whole pipeline on the real stack.
-test: test-unit
-	$(BIN)/pytest tests/integration/test_pipeline.py
+# What a user runs after a clone: one whole pipeline on the real stack, beside the unit tests.
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow" tests/integration/test_pipeline.py tests/unit
 
 # All tests but the slow ones and those for GPUs.
 test-all: test test-integration
