@@ -182,6 +182,8 @@ def _with_derived(tree: dict[str, Any]) -> dict[str, Any]:
     _fill_ppo(tree, on_gpu)
     if _at(tree, "ppo", "enabled") is False and _at(tree, "dpo", "enabled") is True:
         _fill(tree, ("register",), "policy", "dpo")
+        if isinstance(tree.get("sample"), dict):
+            _fill(tree, ("sample",), "policy", "dpo")
     if on_gpu:  # with the 128 prompts that choose the policy, those of `data.max_eval`
         _fill(tree, ("evaluate",), "prompts", 384)
     return tree

@@ -69,8 +69,9 @@ FIELDS = (
         "data: {template: chta}\n",
         ("data.template", "chat, plain", "'chta'", "did you mean chat?"),
     ),
-    Bad("an empty list", "data: {sft: []}\n", ("data.sft", "at least 1", "a list of 0")),
-    Bad("text for a list", "data: {sft: a.jsonl}\n", ("data.sft", "must be a list", "'a.jsonl'", "[...]")),
+    Bad("an empty list", "data: {prompts: []}\n", ("data.prompts", "at least 1", "a list of 0")),
+    Bad("text for a list", "ppo: {rewards: model}\n", ("ppo.rewards", "must be a list", "'model'", "[...]")),
+    Bad("no demonstrations", "data: {sft: []}\n", ("data.sft must have a source", "sft.enabled=false")),
     Bad(
         "a source without path",
         "data:\n  sft:\n    - {split: test}\n",

@@ -88,12 +88,18 @@ def test_a_changed_reward_file_changes_the_key_of_the_evaluation(enabled: bool, 
             {"dpo": {}},
             ("ppo.enabled and dpo.enabled are false", "set dpo.enabled=true and register.policy=dpo"),
         ),
-        ({"register": {}}, ("register.policy must name", "got ppo, but ppo.enabled is false", "=dpo, or")),
         (
-            {"register": {}, "sample": {}},
+            {"register": {"policy": "ppo"}},
+            ("register.policy must name", "got ppo, but ppo.enabled is false", "=dpo, or"),
+        ),
+        (
+            {"register": {"policy": "ppo"}, "sample": {"policy": "ppo"}},
             ("register.policy and sample.policy must name", "register.policy=dpo and sample.policy=dpo, or"),
         ),
-        ({"sample": {}}, ("sample.policy must name", "set sample.policy=dpo, or ppo.enabled=true")),
+        (
+            {"sample": {"policy": "ppo"}},
+            ("sample.policy must name", "set sample.policy=dpo, or ppo.enabled=true"),
+        ),
         (
             {"reward": {"enabled": False}, "sample": {"policy": "dpo"}},
             ("ppo.rewards has a source of type `model`", "sample.judge", "reward.enabled=true"),
