@@ -500,6 +500,8 @@ class PipelineConfig(Section):
             )
         if self.sft.enabled and not self.data.sft:
             raise ValueError("data.sft must have a source; give demonstrations, or set sft.enabled=false")
+        if not self.sft.enabled and self.sft.lora is not None:
+            raise ValueError("sft.lora has no effect with sft.enabled=false; leave it out")
         if self.ppo.enabled and self.ppo.ptx is not None and not self.data.sft:
             raise ValueError("ppo.ptx needs demonstrations: give data.sft, or leave ppo.ptx out")
         return self

@@ -171,7 +171,10 @@ def list_files(address: Address, split: str | None = None, most: int = MAX_FILES
         name = address.text
         if not name.isprintable() or len(name) >= 300:
             name = shown(name)
-        raise DataError(f"file not found: {name}; correct the path (relative ones start at {Path.cwd()})")
+        raise DataError(
+            f"file not found: {name}; correct the path (relative ones start at the configuration or at"
+            f" {Path.cwd()})"
+        )
     if not path.is_dir():
         problem = unfit(path)
         if problem is not None:

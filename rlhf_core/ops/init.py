@@ -36,12 +36,14 @@ _SMALL_RATES = Rates(
     "3.0e-4",
     "5.0e-4",
     "2.0e-4",
-    "a model below 100 million parameters (tinystories.yaml)",
+    "for models below 100 million parameters, as in tinystories.yaml",
 )
 _MEDIUM_RATES = Rates(
-    "2.0e-5", "1.0e-5", "3.0e-6", "1.0e-5", "5.0e-7", "TRL's examples for models of 0.5 and 1 billion"
+    "2.0e-5", "1.0e-5", "3.0e-6", "1.0e-5", "5.0e-7", "for models below 3 billion, as in TRL's examples"
 )
-"""TRL's example commands: sft.py, reward_modeling.py and dpo.py for Qwen2-0.5B, ppo.py for Pythia-1B."""
+"""SFT, DPO and PPO: TRL's example commands sft.py and dpo.py for Qwen2-0.5B, and ppo.py for Pythia-1B. The
+reward model has the default, half the rate of SFT, and the critic that of the reward model.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def _check(given: Given, answers: bool) -> None:
             f"--goal {given.goal}: needs a reward: give --pairs FILE (prompt, chosen, rejected) to train a"
             " reward model, or --prompts FILE whose rows have a field `answer`"
         )
-    if given.sft is None and given.pairs is None and not _follows_instructions(given.model):
+    if given.sft is None and given.pairs is None and not _is_start(given):
         raise ConfigError(
             f"--model {given.model}: has no chat template, so it must learn to answer first; give --sft FILE"
         )
@@ -96,7 +98,7 @@ def _data(given: Given) -> Iterator[str]:
         yield "  template: plain    # the tokenizer has no chat template"
     if given.sft is not None:
         yield f"  sft: [{{path: {_text(given.sft)}}}]"
-    elif given.pairs is not None and not _follows_instructions(given.model):
+    elif given.pairs is not None and not _is_start(given):
         yield f"  sft: [{{path: {_text(given.pairs)}}}]  # the chosen responses: none were given"
     if given.pairs is not None:
         yield f"  preference: [{{path: {_text(given.pairs)}}}]"
@@ -116,7 +118,7 @@ def _stages(given: Given, answers: bool) -> Iterator[str]:
     rates = rates_of(given.model)
     if rates is not None:
         yield f"# Learning rates: {rates.source}."
-    if given.sft is None and _follows_instructions(given.model):
+    if _is_start(given):
         yield "sft: {enabled: false}    # the model follows instructions already"
     elif rates is not None:
         yield f"sft: {{optimizer: {{learning_rate: {rates.sft}}}}}"
@@ -155,13 +157,18 @@ def rates_of(model: str) -> Rates | None:
     return _SMALL_RATES if parameters < SMALL else _MEDIUM_RATES
 
 
-def _follows_instructions(model: str) -> bool:
-    """Return whether a model has a chat template, as models that follow instructions have. Those of the hub
-    are judged by their names.
+def _is_start(given: Given) -> bool:
+    """Return whether the policy starts from the model itself: no demonstrations are given, and its name says
+    that it follows instructions, or there are no pairs to learn from and it has a chat template.
+
+    A template alone says little, because base models such as Qwen2.5-0.5B have one.
     """
-    if not exists(model):
-        return any(word in model.lower() for word in ("instruct", "-it", "chat"))
-    return ModelFolder(model).has_chat_template
+    if given.sft is not None:
+        return False
+    name = given.model.rstrip("/").rpartition("/")[2].lower()
+    if any(word in name for word in ("instruct", "-it", "chat")):
+        return True
+    return given.pairs is None and exists(given.model) and ModelFolder(given.model).has_chat_template
 
 
 def _has_answers(source: str | None) -> bool:

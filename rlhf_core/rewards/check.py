@@ -132,7 +132,7 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
         if isinstance(problem, FileNotFoundError):
             yield ConfigError(
                 f"{field}.file: file not found: {file}; correct the path"
-                f" (relative ones start at {Path.cwd()})"
+                f" (relative ones start at the configuration or at {Path.cwd()})"
             )
             return
         if problem is not None:

@@ -65,6 +65,18 @@ def test_a_model_that_follows_instructions_is_not_trained_first(tmp_path: Path, 
     assert not loaded(tmp_path, Given(instruct, "dpo", pairs="pairs.jsonl")).sft.enabled
 
 
+def test_a_chat_template_alone_does_not_make_a_model_the_start(tmp_path: Path) -> None:
+    model = str(model_folder(tmp_path / "qwen"))
+    assert loaded(tmp_path, Given(model, "dpo", pairs="pairs.jsonl")).sft.enabled
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
+    assert not loaded(tmp_path, Given(model, "grpo", prompts=str(tmp_path / "prompts.jsonl"))).sft.enabled
+
+
+def test_a_path_with_signs_of_yaml_is_quoted(tmp_path: Path, base: str) -> None:
+    config = loaded(tmp_path, Given(base, "ppo", pairs="d,1/a b: c.jsonl"))
+    assert config.data.preference[0].path == "d,1/a b: c.jsonl"
+
+
 def test_learning_rates_follow_the_size_of_the_model(tmp_path: Path, base: str) -> None:
     config = loaded(tmp_path, Given(base, "ppo", pairs="pairs.jsonl"))
     assert config.sft.optimizer.learning_rate == 1e-3
