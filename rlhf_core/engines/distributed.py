@@ -228,11 +228,13 @@ def wait_for_rank_zero(name: str) -> None:
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the process group, if there is one. This process may join another one after it."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        # DeepSpeed would use its copy of the group that is gone.
+        importlib.import_module("deepspeed.utils.groups")._WORLD_GROUP = None  # type: ignore[attr-defined]
 
 
 def all_ranks_pack(model: Any, pack: Packing, rank: Rank, field: str) -> bool:
