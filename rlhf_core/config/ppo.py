@@ -240,11 +240,11 @@ class PPOConfig(PackedSection):
     `kl.target`, or 100 without a target
     """
     guards: dict[GuardName, GuardAction] = execution({})
-    """What a condition does that indicates a failing training run ([guards](guards.md)): `warn`, which is the
+    """What a condition does that indicates a failing training run ([guards](diagnose.md)): `warn`, which is the
     default, `stop` (the stage ends) or `off`
     """
     guard_limits: GuardLimits = execution({})
-    """Limits of guards, in place of those in the table of [guards](guards.md)"""
+    """Limits of guards, in place of those in the table of [guards](diagnose.md)"""
     guard_patience: PositiveInt = execution(3)
     """Number of consecutive steps for which the condition of a guard must hold"""
     checkpoint_every: PositiveInt | None = execution(None)

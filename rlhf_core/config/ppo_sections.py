@@ -1,5 +1,5 @@
 """Sections and maps of `ppo`: KL, overlong penalty, dynamic filtering, losses, pretraining loss, guards
-(docs/guards.md). The default steps between evaluations and between checkpoints.
+(docs/diagnose.md). The default steps between evaluations and between checkpoints.
 """
 
 from __future__ import annotations

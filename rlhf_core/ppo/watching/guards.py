@@ -4,7 +4,7 @@
                                                                  = 1, and with `stop` the end of the run
 
 Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
-are sampled from the SFT model. docs/guards.md lists all guards with an example of a failure for each.
+are sampled from the SFT model. docs/diagnose.md lists all guards with an example of a failure for each.
 
 The guard `overoptimization`: whether PPO over-optimises the reward model (Gao et al. 2022, Scaling Laws for
 Reward Model Overoptimization): an independent reward model, the judge, does not agree with it any more, and

@@ -6,7 +6,7 @@
   checked
 - counters and initial values survive a restart
 - steps of the critic's warm-up do not count for the guard of the critic
-- docs/guards.md has a row for each guard, with the failure of this test
+- docs/diagnose.md has a row for each guard, with the failure of this test
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlhf_core.ppo.watching.guards import NAMES
 from rlhf_core.ppo.watching.step_checks import StepChecks
 from tests.unit.ppo.watching.test_step_checks import GOOD
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "guards.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "diagnose.md"
 
 Change = dict[str, float]
 # Name, the failure that was planted, and what is just short of the limit. The first step is GOOD.
