@@ -1,6 +1,6 @@
 """The tutorials of the documentation, command by command, with a tiny model and files of the named formats.
 
-Commands whose comment begins with "the whole run" are left out: they are the trial before them without its limits.
+Commands whose comment begins with "the whole run" are left out: the trial before them is the same, but short.
 """
 
 from __future__ import annotations
