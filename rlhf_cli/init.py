@@ -1,4 +1,6 @@
-"""`rlhf init` and `rlhf data`: from files to a configuration, and what is made of its rows."""
+"""`rlhf init`, `rlhf data` and `rlhf schema`: from files to a configuration, what is made of its rows, and
+its fields for editors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from rlhf_core.errors import InputError
 
 
 def add_init_commands(commands: Any) -> None:
-    """Add `rlhf init` and `rlhf data` to the parser."""
+    """Add `rlhf init`, `rlhf data` and `rlhf schema` to the parser."""
     text = "write a configuration for your own files and model, and show what is made of the rows"
     sub = add_command(
         commands, "init", text, _init, "rlhf init --model Qwen/Qwen2.5-0.5B --pairs pairs.jsonl"
@@ -37,9 +39,12 @@ def add_init_commands(commands: Any) -> None:
     sub = add_command(commands, "data", text, _data, "rlhf data my.yaml --rows 200")
     add_config(sub, "data.eval_fraction=0.05")
     sub.add_argument("--rows", type=int, default=1000, help="rows of each source (default: %(default)s)")
+    text = "print the JSON Schema of configurations, for completion and checks in editors"
+    add_command(commands, "schema", text, _schema, "rlhf schema > rlhf.schema.json")
 
 
 def _init(arguments: argparse.Namespace) -> int:
+    from rlhf_core.config.schema import FILE, schema_json
     from rlhf_core.ops.init import Given, configuration
 
     out = Path(arguments.out)
@@ -55,7 +60,9 @@ def _init(arguments: argparse.Namespace) -> int:
     except InputError:
         out.unlink()  # the next try writes it again
         raise
-    print(f"\nwrote {out}")
+    schema = out.with_name(FILE)
+    schema.write_text(schema_json(), encoding="utf-8")
+    print(f"\nwrote {out}, and {schema} for completion in editors")
     print(f"next: rlhf plan {out}, then rlhf run {out}")
     return 0
 
@@ -64,6 +71,13 @@ def _data(arguments: argparse.Namespace) -> int:
     if arguments.rows < 2:
         raise InputError(f"--rows: must be at least 2; got {arguments.rows}")
     _show(arguments.config, arguments.overrides, arguments.rows)
+    return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from rlhf_core.config.schema import schema_json
+
+    print(schema_json(), end="")
     return 0
 
 

@@ -169,7 +169,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    text = "show the memory and time a configuration needs, and whether it fits (exit code 2: it does not)"
+    text = "show rows, time and memory of a configuration, and whether it fits (exit code 2: it does not)"
     example = "rlhf plan deployments/configs/production.yaml --gpus 8xA100-80G ppo.minibatches=8"
     sub = add_command(commands, "plan", text, _plan, example)
     add_config(sub, "'sft.lora={r: 16}'")
@@ -196,7 +196,8 @@ def _add_plan(commands: Any) -> None:
         help="config.json with the model's shape, or a known model such as llama-3-70b, where model.path is"
         " on the hub",
     )
-    sub.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
+    sub.add_argument("--details", action="store_true", help="also show batches, and the memory by process")
+    sub.add_argument("--json", action="store_true", help="print rows, bytes and seconds as JSON")
 
 
 def _add_serve_reward(commands: Any) -> None:
@@ -286,6 +287,7 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from rlhf_core.ops.data_table import ROWS
     from rlhf_core.ops.plan.plan import as_json, make_plan, show
 
     plan = make_plan(
@@ -295,6 +297,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.model_config,
         link=arguments.link,
         host_memory_gib=arguments.host_memory,
+        rows=ROWS,
     )
     if arguments.json:
         print(as_json(plan))
@@ -303,7 +306,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
         console = Console()
         console.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign] # rich would exit with 1
-        show(plan, console)
+        show(plan, console, details=arguments.details)
     return 0 if plan.verdict.fits else InputError.exit_code
 
 

@@ -197,6 +197,7 @@ _TABLE = (
         inputs=("data", "sft"),
         enabled_by="dpo.enabled",
         headline=("accuracy", "accuracy_low", "accuracy_high", "margin"),
+        findings="rlhf_core.run.summary:DPO",
         memory_fields=(MemoryField("dpo.micro_batch_tokens"),),
         imports=_TRAINING,
         loads_model=True,

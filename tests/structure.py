@@ -174,7 +174,6 @@ _SET, _ROLE, _SECTION = {"sft"}, {"reward"}, {"data", "ppo", "evaluate"}
 _OTHER_WORDS: dict[str, set[str]] = {
     # Paths of fields in a YAML file or in a configuration that was stored.
     "rlhf_core.config.load": _SECTION,
-    "rlhf_core.config.reference": _SECTION | _SET,
     "rlhf_core.config.messages": {"ppo", "reward"},
     "rlhf_core.config.pipeline": {"data"},  # `object.__setattr__`
     "rlhf_core.evaluation.prompts": {"reward"},
@@ -189,6 +188,7 @@ _OTHER_WORDS: dict[str, set[str]] = {
     "rlhf_core.data.synthetic": _SET,
     "rlhf_core.ops.drift.measures": _SET,
     "rlhf_core.ops.plan.batches": _SET,
+    "rlhf_core.ops.plan.rows": _SET,
     "rlhf_core.testing.data": _SET,
     # The role of a process in PPO, and places of the KL penalty and of a label.
     "rlhf_core.config.consistency": _ROLE,

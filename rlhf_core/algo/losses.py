@@ -435,8 +435,84 @@ def dpo_loss(
         label_smoothing: Probability that a label is wrong (Mitchell 2023, "cDPO").
         denominator: Number of pairs of the whole optimizer step.
     """
-    policy_gap = as_float(policy_chosen_B) - as_float(policy_rejected_B)
-    ref_gap = (as_float(ref_chosen_B) - as_float(ref_rejected_B)).detach()
-    h = beta * (policy_gap - ref_gap)
+    h = beta * _gap(policy_chosen_B, policy_rejected_B, ref_chosen_B, ref_rejected_B)
     per_pair = -(1.0 - label_smoothing) * logsigmoid(h) - label_smoothing * logsigmoid(-h)
-    return divide(per_pair.sum(), max(per_pair.numel(), 1) if denominator is None else denominator)
+    return _mean_of_pairs(per_pair, denominator)
+
+
+def robust_dpo_loss(
+    policy_chosen_B: Tensor,
+    policy_rejected_B: Tensor,
+    ref_chosen_B: Tensor,
+    ref_rejected_B: Tensor,
+    beta: float,
+    label_smoothing: float,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """Return the robust DPO loss, the mean over pairs (Chowdhury et al. 2024, arXiv 2403.00409, eq. 12). Its
+    expectation over flipped labels is the DPO loss of the true ones; that of label smoothing is not.
+
+        h = beta ((policy_chosen - policy_rejected) - (ref_chosen - ref_rejected))
+        L = (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e)        e = label_smoothing
+
+    A single value can be negative.
+
+    >>> pair = torch.tensor([[-1.0], [-3.0], [-2.0], [-2.0]])
+    >>> robust_dpo_loss(*pair, beta=0.5, label_smoothing=0.1)  # h = 1: (0.9 x 0.3133 - 0.1 x 1.3133) / 0.8
+    tensor(0.1883)
+
+    Args:
+        policy_chosen_B: [B] summed log-probabilities of the chosen responses, with gradient.
+        policy_rejected_B: [B] summed log-probabilities of the rejected responses, with gradient.
+        ref_chosen_B: [B] summed log-probabilities under the reference.
+        ref_rejected_B: [B] summed log-probabilities under the reference.
+        beta: Coefficient of the implicit KL penalty.
+        label_smoothing: Probability that a label is wrong, below 0.5.
+        denominator: Number of pairs of the whole optimizer step.
+    """
+    h = beta * _gap(policy_chosen_B, policy_rejected_B, ref_chosen_B, ref_rejected_B)
+    right, wrong = logsigmoid(h), logsigmoid(-h)
+    per_pair = (label_smoothing * wrong - (1.0 - label_smoothing) * right) / (1.0 - 2.0 * label_smoothing)
+    return _mean_of_pairs(per_pair, denominator)
+
+
+def ipo_loss(
+    policy_chosen_B: Tensor,
+    policy_rejected_B: Tensor,
+    ref_chosen_B: Tensor,
+    ref_rejected_B: Tensor,
+    beta: float,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """Return the loss of identity preference optimisation, the mean over pairs (Azar et al. 2023, arXiv
+    2310.12036, eq. 17). The gap has a target, so that pairs that always agree do not widen it for ever.
+
+        g = (policy_chosen - policy_rejected) - (ref_chosen - ref_rejected)
+        L = (g - 1 / (2 beta))^2
+
+    >>> ipo_loss(*torch.tensor([[-1.0], [-3.0], [-2.0], [-2.0]]), beta=0.5)  # (2 - 1)^2
+    tensor(1.)
+
+    Args:
+        policy_chosen_B: [B] log-probabilities of the chosen responses, with gradient: sums as in the paper,
+            or means over tokens as in TRL.
+        policy_rejected_B: [B] log-probabilities of the rejected responses, with gradient.
+        ref_chosen_B: [B] log-probabilities under the reference.
+        ref_rejected_B: [B] log-probabilities under the reference.
+        beta: Coefficient of the KL penalty, tau in the paper.
+        denominator: Number of pairs of the whole optimizer step.
+    """
+    gap = _gap(policy_chosen_B, policy_rejected_B, ref_chosen_B, ref_rejected_B)
+    return _mean_of_pairs((gap - 1.0 / (2.0 * beta)).square(), denominator)
+
+
+def _gap(
+    policy_chosen_B: Tensor, policy_rejected_B: Tensor, ref_chosen_B: Tensor, ref_rejected_B: Tensor
+) -> Tensor:
+    """Return [B]: log-ratio of policy over reference of the chosen response, minus that of the rejected."""
+    policy_gap = as_float(policy_chosen_B) - as_float(policy_rejected_B)
+    return policy_gap - (as_float(ref_chosen_B) - as_float(ref_rejected_B)).detach()
+
+
+def _mean_of_pairs(per_pair_B: Tensor, denominator: Tensor | float | None) -> Tensor:
+    return divide(per_pair_B.sum(), max(per_pair_B.numel(), 1) if denominator is None else denominator)

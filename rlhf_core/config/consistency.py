@@ -176,16 +176,14 @@ def deepspeed_sections(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfi
     """Return the DeepSpeed sections that this configuration uses, with their fields.
 
     The reward model in PPO has that of the critic. Without PPO, the evaluation has the precision of the
-    policy's section.
+    policy's section. A model that is not trained is saved in the precision of `sft.deepspeed`.
     """
     ppo = config.ppo
+    sections = {"sft": config.sft, **config.training_sections}
     has_critic = ppo.enabled and (ppo.uses_critic or ppo.uses_reward_model)
     critic = [("ppo.critic_deepspeed", ppo.critic_deepspeed)] if has_critic else []
     return [
-        *(
-            (f"{section_of(stage)}.deepspeed", section.deepspeed)
-            for stage, section in config.training_sections.items()
-        ),
+        *((f"{section_of(stage)}.deepspeed", section.deepspeed) for stage, section in sections.items()),
         ("ppo.policy_deepspeed", ppo.policy_deepspeed),
         *critic,
     ]

@@ -1,7 +1,7 @@
 """Messages about a configuration: `FILE:LINE: field: rule; got VALUE; fix`.
 
 Pydantic finds the problems and their locations. The rules in words, the suggestions and the fixes come from
-the JSON schema of `PipelineConfig`. docs/configuration.md is made from the same schema.
+the JSON schema of `PipelineConfig`. docs/configuration.md (`tests.reference`) is made from the same schema.
 """
 
 from __future__ import annotations

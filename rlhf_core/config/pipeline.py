@@ -242,6 +242,10 @@ class TrackingConfig(Section):
     """Experiment; default `rlhf/{run.name}`"""
     system_metrics: bool = execution(True)
     """Log CPU, memory and GPU use of each stage"""
+    also: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = execution(())
+    """Copy the metrics of each stage to these as well; their package must be installed. TensorBoard's files
+    are in `{run.home}/also`
+    """
 
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

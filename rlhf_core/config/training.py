@@ -198,7 +198,7 @@ class SFTConfig(TrainingSection):
 
     enabled: bool = result(True, later=True)
     """Train the base model on `data.sft`. If false, the base model is the SFT model: one that follows
-    instructions already. It needs `model.path`
+    instructions already, saved in the precision `sft.deepspeed.dtype`. It needs `model.path`
     """
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=2e-5))
     """AdamW and its schedule"""
@@ -335,9 +335,32 @@ class DPOConfig(TrainingSection):
     """Train this policy. The stage `evaluate` compares it with those of SFT and PPO"""
     beta: PositiveFloat = result(0.1, within=Range(1e-4, 100, "0.01 to 1 is usual"))
     """Weight of the KL to the SFT model in DPO's objective: the higher, the nearer the policy stays"""
+    loss: Literal["sigmoid", "ipo", "robust"] = result("sigmoid", later=True)
+    """`sigmoid`: that of the paper, with `label_smoothing` conservative DPO (Mitchell 2023); `ipo`: the
+    squared distance of the gap from 1 / (2 `beta`) (Azar et al. 2023); `robust`: unbiased if
+    `label_smoothing` is the share of wrong pairs (Chowdhury et al. 2024)
+    """
+    length_normalised: bool = result(False, later=True)
+    """Divide the log-probability of each response by its tokens, under policy and reference (Tülu 3). Such
+    gaps are much smaller, so `beta` must be larger: 5 for `sigmoid` there
+    """
     label_smoothing: NonNegativeFloat = result(0.0, within=Range(0, 0.49, "at 0.5 the pairs say nothing"))
-    """Assumed probability that the responses of a pair are in the wrong order (Mitchell 2023)"""
+    """Assumed probability that the responses of a pair are in the wrong order; not for `ipo`"""
     optimizer: OptimizerConfig = result(OptimizerConfig(learning_rate=1e-6))
     """AdamW and its schedule"""
     eval_every: PositiveInt = execution(50)
     """Optimizer steps between evaluations on held-out rows; with `early_stop`, its `every` is used"""
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Self:
+        if self.loss == "robust" and not self.label_smoothing:
+            raise ValueError(
+                "dpo.loss: robust needs dpo.label_smoothing, the share of wrong pairs; got 0; set it, such as"
+                " to 0.1, or use sigmoid"
+            )
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(
+                f"dpo.label_smoothing has no effect with dpo.loss=ipo; got {self.label_smoothing:g}; leave"
+                " one of them out"
+            )
+        return self

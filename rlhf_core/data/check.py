@@ -42,7 +42,9 @@ from rlhf_core.system.files import exists
 from rlhf_core.types import PromptExample
 
 _FILES_OF_A_FOLDER = 3
-"""Number of files of a folder whose beginnings are read."""
+"""Number of files of a folder whose first rows are used, and of those whose problems are listed."""
+_CHECKED_FILES = 1000
+"""Number of files of a folder whose beginnings are checked, which takes about a second."""
 _ALL_ROWS_BYTES = 16 * 2**20
 """Maximum size of a regression set of which all rows are read. 400,000 short rows take about 20 s."""
 _ALL_ANSWERS_BYTES = 4 * 2**20
@@ -245,7 +247,11 @@ def _local(field: str, address: Address, split: str) -> Iterator[Finding]:
             f"{field}.path: {len(files)} of {len(files) + others} files of {address.text} are read: those"
             f" whose names are of the split {split!r}; set {field}.split for others"
         )
-    for file in files[:_FILES_OF_A_FOLDER]:
+    yield from islice(_unusable(field, files[:_CHECKED_FILES]), _FILES_OF_A_FOLDER)
+
+
+def _unusable(field: str, files: Sequence[Path]) -> Iterator[DataError]:
+    for file in files:
         try:
             check_beginning(file)
         except DataError as error:

@@ -153,16 +153,25 @@ def _warnings() -> Iterator[list[str]]:
 
 def show(table: DataTable, console: Console) -> None:
     """Print the tables, one sample of each set, and the warnings."""
-    card = table.card
-    console.print(f"The first {table.rows:,} rows of each source:", highlight=False)
-    console.print(_rows(table))
-    console.print(_tokens(card))
+    show_counts(table, console)
     for name, parts in table.samples.items():
         console.print(
             f"\n{_USES[name]}, the first row as the model reads it, ⟦what is learned⟧:", style="bold"
         )
         console.print(_sample(parts))
     console.print()
+    show_problems(table, console)
+
+
+def show_counts(table: DataTable, console: Console) -> None:
+    """Print the tables of rows and of lengths."""
+    console.print(f"The first {table.rows:,} rows of each source:", highlight=False)
+    console.print(_rows(table))
+    console.print(_tokens(table.card))
+
+
+def show_problems(table: DataTable, console: Console) -> None:
+    """Print the first rows that cannot be read, and the warnings."""
     for row in table.bad_rows:
         console.print(f"cannot be read: {row}", markup=False, highlight=False)
     for warning in table.warnings:
@@ -172,7 +181,8 @@ def show(table: DataTable, console: Console) -> None:
 def _rows(data: DataTable) -> Table:
     from rich.table import Table
 
-    table = Table("set", "format", "read", "training", "held out", "left out")
+    table = Table("set", "format", "read", "training", "held out")
+    table.add_column("left out", overflow="fold")
     for name in SETS:
         count = data.card["counts"][name]
         if not count["read"]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rlhf_core.config.address import parse_address
+from rlhf_core.config.schema import FILE
 from rlhf_core.data.files import first_rows, list_files
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import ModelFolder
@@ -65,6 +66,7 @@ def configuration(given: Given, name: str) -> str:
     _check(given, answers)
     return "\n".join(
         [
+            f"# yaml-language-server: $schema={FILE}",
             f"# {given.goal.upper()} of {given.model}",
             f"run: {{name: {name}}}",
             f"model: {{path: {_text(given.model)}}}",

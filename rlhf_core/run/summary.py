@@ -80,6 +80,12 @@ def _accuracies(ref: ArtifactRef) -> dict[str, Any] | None:
     return found if "accuracy" in found else None
 
 
+def _implicit_rewards(ref: ArtifactRef) -> dict[str, Any] | None:
+    names = ("rewards/chosen", "rewards/rejected")
+    found = {name.removeprefix("rewards/"): ref.metrics[name] for name in names if name in ref.metrics}
+    return found or None
+
+
 def _sampled(ref: ArtifactRef) -> dict[str, Any]:
     counts = {name: int(ref.metrics.get(name, 0)) for name in ("pairs", "best")}
     # Answers of PPO's policy have no attribute.
@@ -183,6 +189,14 @@ def _rows_of_accuracy(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "accuracy_exchanged" in found:
         rows.append(("the same, prompts exchanged", _accuracy(found, "accuracy_exchanged")))
     return rows
+
+
+def _rows_of_implicit_rewards(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    chosen, rejected = found["chosen"], found["rejected"]
+    remark = ""
+    if max(chosen, rejected) < 0:
+        remark = ": both fall, so the policy moves to responses that are in no pair"
+    return [("DPO, implicit reward of chosen, of rejected", f"{chosen:.3f}, {rejected:.3f}{remark}")]
 
 
 def _rows_of_samples(sampled: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -388,6 +402,7 @@ def duration(seconds: float) -> str:
 
 
 REWARD = Findings(_accuracies, _rows_of_accuracy)
+DPO = Findings(_implicit_rewards, _rows_of_implicit_rewards)
 SAMPLE = Findings(_sampled, _rows_of_samples)
 EVALUATION = Findings(_evaluation, _rows_of_evaluation)
 REGISTRATION = Findings(_registration, _rows_of_registration, entry="registration")

@@ -1,10 +1,10 @@
 """Stage `dpo`: SFT model + pairs -> `policy/` (Hugging Face layout, with the tokenizer), and `adapter/` with
 `dpo.lora`.
 
-Direct preference optimisation (Rafailov et al. 2023). The reference is the SFT model. Its log-probabilities
-of all pairs are computed before the first step, so no second model is in memory. The loss of one optimizer
-step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the held-out loss
-decides when the training ends and which weights are its result.
+Direct preference optimisation (Rafailov et al. 2023), with the loss `dpo.loss`. The reference is the SFT
+model. Its log-probabilities of all pairs are computed before the first step, so no second model is in memory.
+The loss of one optimizer step is the mean over all its pairs, over every rank and micro-batch. With
+`early_stop`, the held-out loss decides when the training ends and which weights are its result.
 
 Axes: `P` pairs; the size 2 is for the chosen and the rejected response.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_core.algo.losses import dpo_loss
+from rlhf_core.algo.losses import dpo_loss, ipo_loss, robust_dpo_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import DPOConfig
 from rlhf_core.data.dataset import load_pairs
@@ -57,7 +57,9 @@ class ReferencedPair:
 
     pair: PairExample
     reference: tuple[float, float]
-    """Summed log-probabilities of the chosen and of the rejected response."""
+    """Log-probabilities of the chosen and of the rejected response: sums, or means over their tokens with
+    `dpo.length_normalised`.
+    """
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -133,17 +135,8 @@ def train_dpo(
     final = evaluate_dpo(engine, held_out_referenced, config, pad_id)
     if training.context is not None:
         training.context.metrics.log_metrics(final, trained.steps)
-    return {
-        "accuracy": final["eval/accuracy"],
-        "accuracy_low": final["eval/accuracy_low"],
-        "accuracy_high": final["eval/accuracy_high"],
-        "margin": final["eval/margin"],
-        "eval_loss": final["eval/loss"],
-        "rewards/chosen": final["eval/rewards/chosen"],
-        "rewards/rejected": final["eval/rewards/rejected"],
-        "pairs": float(len(held_out)),
-        **trained.metrics,
-    }
+    measures = {name.removeprefix("eval/"): value for name, value in final.items()}
+    return {"eval_loss": measures.pop("loss"), **measures, "pairs": float(len(held_out)), **trained.metrics}
 
 
 def with_reference(
@@ -201,7 +194,8 @@ def evaluate_dpo(
 def pair_logprobs(
     engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
 ) -> torch.Tensor:
-    """Return the summed log-probabilities of both responses of each pair, (P, 2), on every rank.
+    """Return the log-probabilities of both responses of each pair as in `ReferencedPair`, (P, 2), on every
+    rank.
 
     This is a collective operation.
     """
@@ -220,17 +214,20 @@ def pair_logprobs(
 def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOConfig) -> torch.Tensor:
     """Return the sums over the pairs of `_METRICS`, (4,); the first one has a gradient.
 
-    The implicit reward of a response is beta times the logarithm of policy over reference.
+    The implicit reward of a response is beta times the logarithm of policy over reference, for every loss.
     """
     reference = [row.reference for row in rows]
     # An empty micro-batch gives an empty list, which has one axis only.
     reference_P2 = torch.tensor(reference, dtype=policy_P2.dtype).view(len(rows), 2)
     reference_P2 = to_device(reference_P2, policy_P2.device)
-    chosen, rejected = policy_P2.unbind(1)
-    ref_chosen, ref_rejected = reference_P2.unbind(1)
-    loss = dpo_loss(
-        chosen, rejected, ref_chosen, ref_rejected, config.beta, config.label_smoothing, denominator=1.0
-    )
+    columns = (policy_P2[:, 0], policy_P2[:, 1], reference_P2[:, 0], reference_P2[:, 1])
+    match config.loss:
+        case "sigmoid":
+            loss = dpo_loss(*columns, config.beta, config.label_smoothing, denominator=1.0)
+        case "robust":
+            loss = robust_dpo_loss(*columns, config.beta, config.label_smoothing, denominator=1.0)
+        case "ipo":
+            loss = ipo_loss(*columns, config.beta, denominator=1.0)
     rewards_P2 = config.beta * (policy_P2 - reference_P2).detach()
     correct = is_correct(rewards_P2[:, 0] - rewards_P2[:, 1]).sum()
     return torch.stack([loss, correct, *rewards_P2.sum(0)])
@@ -245,12 +242,14 @@ def _means(split: str, sums: torch.Tensor, count: int) -> dict[str, float]:
 def _forward(
     engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
 ) -> torch.Tensor:
-    """Return the summed log-probabilities of both responses of each pair, (P, 2)."""
+    """Return the log-probabilities of both responses of each pair as in `ReferencedPair`, (P, 2)."""
     sequences = [TokenSequence.of(p.prompt_ids, ids) for p in pairs for ids in (p.chosen_ids, p.rejected_ids)]
     batch = collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device)
     parts = batch.split(engine(batch).logprobs_N.double())
     # Without pairs, the batch is one token that no part of the result depends on, but the graph does.
-    return torch.stack([part.sum() for part in parts])[: len(sequences)].view(len(pairs), 2)
+    tokens = [max(1, part.numel()) if config.length_normalised else 1 for part in parts]
+    sums = [part.sum() / count for part, count in zip(parts, tokens, strict=True)]
+    return torch.stack(sums)[: len(sequences)].view(len(pairs), 2)
 
 
 OBJECTIVE = Objective(

@@ -14,6 +14,7 @@ from rlhf_core.config.keys import given_tracking_uri, tracking_uri
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, shown
 from rlhf_core.errors import ConfigError, Finding
+from rlhf_core.tracking.also import check_also
 from rlhf_core.tracking.database import database_problem
 from rlhf_core.tracking.mlflow_client import sqlite_path
 
@@ -82,6 +83,7 @@ def check_tracking(config: PipelineConfig) -> Iterator[Finding]:
             f" them; got {HIDDEN}; take them off (a file read into a variable keeps its last line break in"
             " some shells)"
         )
+    yield from check_also(config)
     for name, low, high in _NUMBERS:
         value = os.environ.get(name)
         if value is None:

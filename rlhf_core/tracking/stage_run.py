@@ -26,6 +26,7 @@ from typing import Any
 
 from rlhf_core.errors import InputError
 from rlhf_core.system.files import TEMPORARY, replacing
+from rlhf_core.tracking.also import Copies
 from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name
 from rlhf_core.tracking.mlflow_errors import describe_failure
 
@@ -196,6 +197,7 @@ class StageRun:
         uri: str,
         system: bool,
         pauses: Pauses,
+        copies: Copies | None = None,
     ) -> None:
         """Open the run, if the tracker answers.
 
@@ -206,11 +208,13 @@ class StageRun:
             uri: The tracker's address without credentials, for messages.
             system: Sample CPU, memory and GPU during the stage.
             pauses: Pauses between the tries of `flush` while the tracker does not answer.
+            copies: The same metrics in other trackers.
         """
         self._mlflow = mlflow
         self._opener = opener
         self._spool = spool
         self._system = system
+        self._copies = copies
         self._monitor: Any = None
         self._state: RunState | None = None
         self._recorded: dict[str, int] = {}
@@ -286,6 +290,8 @@ class StageRun:
                     self._spool.folder,
                 )
             self._spool.remove()
+            if self._copies is not None:
+                self._copies.close()
 
     def _open(self) -> None:
         state = self._opener()
@@ -302,6 +308,8 @@ class StageRun:
             self._recorded[point.key] = max(point.step, self._recorded.get(point.key, point.step))
         # After a kill before this line, `_new_points` of the next attempt drops the points that were sent.
         self._spool.clear_points()
+        if self._copies is not None:
+            self._copies.log(points)
         files = self._spool.files()
         for path, name in files:
             folder, _, _ = name.rpartition("/")

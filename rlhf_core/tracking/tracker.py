@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from rlhf_core.config.redact import credential_problem
 from rlhf_core.errors import ConfigError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
+from rlhf_core.tracking.also import Copies
 from rlhf_core.tracking.check import tracker_problem
 from rlhf_core.tracking.database import ui_command
 from rlhf_core.tracking.mlflow_client import (
@@ -75,7 +77,8 @@ def open_tracking(config: PipelineConfig) -> Tracking:
         raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
     if database := sqlite_path(uri):
         uri = f"sqlite:///{database}"
-    return Tracking(Mlflow(uri, config.experiment), home.spool, config.tracking.system_metrics)
+    copies = partial(Copies, config.tracking.also, home.path / "also", config.experiment)
+    return Tracking(Mlflow(uri, config.experiment), home.spool, config.tracking.system_metrics, copies=copies)
 
 
 @dataclass
@@ -88,6 +91,8 @@ class Tracking:
     system_metrics: bool = False
     """Sample CPU, memory and GPU during stages."""
     pauses: Pauses = field(default_factory=Pauses)
+    copies: Callable[[str], Copies] | None = None
+    """Returns the copies of a stage run's metrics in other trackers, by its name."""
     _warned: bool = field(default=False, init=False)
 
     @property
@@ -161,6 +166,7 @@ class Tracking:
             uri=self.uri,
             system=self.system_metrics,
             pauses=self.pauses,
+            copies=self.copies and self.copies(f"{stage}-{key}"),
         )
 
     def link_reused(self, parent_id: str | None, stage: StageName, ref: ArtifactRef) -> None:

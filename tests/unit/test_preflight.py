@@ -93,6 +93,15 @@ def test_files_that_can_be_read_pass(tmp_path: Path) -> None:
     assert check(config(data={"preference": [{"path": name} for name in names]})) == []
 
 
+def test_every_file_of_a_folder_is_opened_and_the_first_bad_ones_are_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for number in range(20):
+        content = b"{oops\n" if number > 14 else ROW
+        (tmp_path / "folder" / f"part-{number:02d}.jsonl").write_bytes(content)
+    message = refused(config(data={"preference": [{"path": "folder"}]}), DataError)
+    assert [line.partition("part-")[2][:2] for line in message.splitlines()] == ["15", "16", "17"]
+
+
 def test_hub_ids_are_warned_about_unless_pinned() -> None:
     pinned = config(
         model={"path": "owner/name", "revision": "abc"},

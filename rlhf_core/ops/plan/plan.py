@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.data import Limits
 from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape, known_models, known_shape
+from rlhf_core.ops.data_table import DataTable, data_table, show_counts, show_problems
 from rlhf_core.ops.plan.batches import describe_batches
+from rlhf_core.ops.plan.rows import StageWork, stage_work, why_unread
 from rlhf_core.ops.plan.speed import (
     DECODE_BANDWIDTH,
     LINK,
@@ -57,6 +60,8 @@ KINDS = {
 """Kinds of memory and the headings of their columns."""
 _FASTER = 1.25
 """How many times as fast as the configuration other settings must be to be shown: both are estimates."""
+_TIGHT = 0.9
+"""Share of a device's memory from which its use is shown in detail."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,17 @@ class Plan:
     """Those of the checks before a run."""
     limits_are_assumed: bool
     """Whether a length limit is estimated from the first rows of the data."""
+    table: DataTable | None = None
+    """What is made of the first rows; None if they were not read."""
+    work: tuple[StageWork, ...] = ()
+    """Rows, steps and time of each stage that trains; empty if no rows were read."""
+    unread: str | None = None
+    """Why no rows were read although this was wanted."""
+
+    @property
+    def fullest(self) -> DeviceLoad:
+        """The largest load of a device."""
+        return max(self.verdict.loads, key=lambda load: load.total)
 
 
 def make_plan(
@@ -93,6 +109,7 @@ def make_plan(
     *,
     link: str | None = None,
     host_memory_gib: float | None = None,
+    rows: int | None = None,
 ) -> Plan:
     """Compute the memory that a configuration needs, estimate its time, and look for settings that fit and
     for faster ones.
@@ -106,11 +123,14 @@ def make_plan(
             on the hub.
         link: Network of a host with several hosts, such as `400gbit` or `8x400gbit`.
         host_memory_gib: Memory of a host, to compare offloaded state with. None: not compared.
+        rows: Rows of each source that are made into examples as in the stage `data`, if model and data are on
+            this machine. None: none, and limits are estimated from the characters of a few.
 
     Raises:
         ConfigError: The configuration or `gpus` is wrong, or `link` or `host_memory_gib` is given without
             `gpus`.
-        ModelError: The model's shape cannot be read.
+        DataError: The stage `data` would end with it.
+        ModelError: The model's shape or tokenizer cannot be read.
     """
     with checking(str(config_path)):
         config = load_config(config_path, overrides)
@@ -119,15 +139,21 @@ def make_plan(
         if model_config is None:
             config = resolve(config).config
     hardware = _hardware(config, gpus, link, host_memory_gib)
-    is_assumed = None in config.given_limits
+    given = config
     config = with_assumed_limits(config)
     warnings = _checked(config, model_config, hardware, this_machine=gpus is None)
+    unread = None if rows is None else why_unread(given)
+    table = None
+    if rows is not None and unread is None:
+        table = data_table(given, rows)
+        config = given.with_limits(Limits(*(table.card["limits"][name] for name in Limits._fields)))
     shape = _shape(config, model_config)
     verdict = compare_memory(config, shape, hardware)
     changes = () if verdict.fits else advise(config, shape, hardware)
     found: dict[StageName, list[tuple[float, Changes]]] = {}
     if changes is not None and not hardware.device.is_cpu:
         found = fastest_settings(config, changes, shape, hardware)
+    steps = {stage: seconds_of_step(config, shape, hardware, stage) for stage in _stages(config)}
     return Plan(
         config,
         shape,
@@ -135,11 +161,14 @@ def make_plan(
         verdict,
         changes or None,
         step_time(config, shape, hardware) if config.ppo.enabled else None,
-        {stage: seconds_of_step(config, shape, hardware, stage) for stage in _stages(config)},
+        steps,
         checkpoint_sizes(config, shape),
         found,
         warnings,
-        is_assumed,
+        None in given.given_limits,
+        table,
+        () if table is None else tuple(stage_work(config, table, steps)),
+        unread,
     )
 
 
@@ -224,8 +253,12 @@ def _hardware(
 # -- shown --
 
 
-def show(plan: Plan, console: Console) -> None:
-    """Print batches, memory, time, and the verdict."""
+def show(plan: Plan, console: Console, *, details: bool = False) -> None:
+    """Print rows, time, memory and the verdict.
+
+    Batches, the memory of each process and the phases of a step are `details`. Memory is also shown if it is
+    tight or does not fit.
+    """
     config, shape, device = plan.config, plan.shape, plan.hardware.device
 
     def say(text: str) -> None:
@@ -237,27 +270,20 @@ def show(plan: Plan, console: Console) -> None:
         f"{config.model.path or 'a model from scratch'}: {shape.parameters / 1e9:.3g} billion parameters, "
         f"{shape.layers} layers, width {shape.hidden}\n"
     )
-    if plan.limits_are_assumed:
-        limits = config.limits
-        say(
-            f"limits, estimated from the first rows: prompts of {limits.prompt} tokens, responses of"
-            f" {limits.response} (sampled ones of {limits.new}), texts of {limits.text}. The stage data"
-            " measures all rows\n"
-        )
-    console.print(_batch_table(config))
-    console.print(_memory_table(plan))
-    if not device.is_cpu:
-        _say_cache(plan, say)
+    _say_rows(plan, console)
+    if details:
+        console.print(_batch_table(config))
+    if details or not plan.verdict.fits or plan.fullest.total > _TIGHT * device.memory:
+        console.print(_memory_table(plan))
+        if not device.is_cpu:
+            _say_cache(plan, say)
     sizes = ", ".join(f"{stage} {_gigabytes(size)}" for stage, size in plan.checkpoints.items())
     say(f"checkpoints: {sizes}")
-    _say_time(plan, say)
+    if details:
+        _say_phases(plan, say)
     _say_fastest(plan, console)
     if plan.verdict.fits:
-        fullest = max(load.total for load in plan.verdict.loads) / device.memory
-        say(
-            f"fits {plan.hardware}"
-            + (f", with {1 - fullest:.0%} of a device to spare" if not device.is_cpu else "")
-        )
+        say(_fits(plan))
         return
     for problem in plan.verdict.problems:
         say(f"does not fit: {problem.text}")
@@ -265,6 +291,13 @@ def show(plan: Plan, console: Console) -> None:
         console.print(f"fits with: {shlex.join(plan.changes)}", highlight=False, markup=False, soft_wrap=True)
     else:
         say("none of the changes tried makes it fit: use more or larger devices")
+
+
+def _fits(plan: Plan) -> str:
+    device, load = plan.hardware.device, plan.fullest
+    if device.is_cpu:
+        return f"fits {plan.hardware}; the largest process needs {load.total / 2**20:,.0f} MiB ({load.stage})"
+    return f"fits {plan.hardware}, with {1 - load.total / device.memory:.0%} of a device to spare"
 
 
 def as_json(plan: Plan) -> str:
@@ -278,6 +311,9 @@ def as_json(plan: Plan) -> str:
             "network": None if plan.hardware.network is None else asdict(plan.hardware.network),
         },
         "parameters": plan.shape.parameters,
+        "rows": plan.table and plan.table.card["counts"],
+        "work": [asdict(work) for work in plan.work],
+        "unread": plan.unread,
         "limits": {**plan.config.limits._asdict(), "estimated": plan.limits_are_assumed},
         "batches": dict(describe_batches(plan.config)),
         "memory": [_row(load) for load in plan.verdict.loads],
@@ -374,9 +410,44 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:,.3g} GB" if size < 1e12 else f"{size / 1e12:.3g} TB"
 
 
-def _say_time(plan: Plan, say: Any) -> None:
-    steps = [f"a step of {stage} {duration(seconds)}" for stage, seconds in plan.steps.items()]
-    say(f"time, estimated: {', '.join(steps)}")
+def _say_rows(plan: Plan, console: Console) -> None:
+    """Show what is made of the rows, and how long each stage trains on them."""
+    from rich.table import Table
+
+    if plan.table is not None:
+        show_counts(plan.table, console)
+        show_problems(plan.table, console)
+    elif plan.limits_are_assumed:
+        limits = plan.config.limits
+        console.print(
+            f"limits, estimated from the first rows: prompts of {limits.prompt} tokens, responses of"
+            f" {limits.response} (sampled ones of {limits.new}), texts of {limits.text}. The stage data"
+            " measures all rows\n",
+            highlight=False,
+        )
+    if plan.unread is not None:
+        console.print(f"rows are not counted: {plan.unread}; `rlhf data` reads it\n", highlight=False)
+    if not plan.work:
+        steps = [f"a step of {stage} {duration(seconds)}" for stage, seconds in plan.steps.items()]
+        if PPO in plan.steps:
+            count = plan.config.ppo.steps
+            steps.append(f"all {count} of {PPO} {duration(count * plan.steps[PPO])}")
+        console.print(f"time, estimated: {', '.join(steps)}. {_DOUBT}\n", highlight=False)
+        return
+    table = Table("stage", "trains on", "steps", "a step", "in all")
+    for work in plan.work:
+        times = (duration(plan.steps[work.stage]), duration(work.seconds))
+        table.add_row(work.stage, f"{work.rows:,} {work.what}", f"{work.steps:,}", *times)
+    console.print(table)
+    every = sum(work.seconds for work in plan.work)
+    console.print(f"training, estimated: {duration(every)} in all. {_DOUBT}\n", highlight=False)
+
+
+_DOUBT = f"The one PPO step that was measured, on one GPU, took {MEASURED} times as long as estimated."
+
+
+def _say_phases(plan: Plan, say: Any) -> None:
+    """Show the parts of a step of PPO, and what is assumed."""
     if plan.time is not None:
         parts = {name: f"{name} {duration(seconds)}" for name, seconds in plan.time.phases.items()}
         phases = " + ".join(parts.values())
@@ -384,12 +455,10 @@ def _say_time(plan: Plan, say: Any) -> None:
             phases = f"({parts['rollout']} during {parts['scoring']} + {parts['training']}) + {parts['sync']}"
             every = plan.time.sync_every
             phases += "" if every == 1 else f" in every {every} steps"
-        count = plan.config.ppo.steps
-        say(f"a step of ppo = {phases}; all {count} in {duration(plan.time.total * count)}")
+        say(f"a step of ppo = {phases}")
     network = f" and {NETWORK:.0%} of the network" if plan.hardware.hosts > 1 else ""
     say(
-        f"The one PPO step that was measured, on one GPU, took {MEASURED} times as long as estimated."
-        f" Assumed: every sequence of full length; {TRAINING_MFU:.0%} of peak arithmetic in training and"
+        f"Assumed: every sequence of full length; {TRAINING_MFU:.0%} of peak arithmetic in training and"
         f" {SCORING_MFU:.0%} in scoring, {DECODE_BANDWIDTH:.0%} of memory bandwidth in decoding, {LINK:.0%}"
         f" of the link{network}\n"
     )

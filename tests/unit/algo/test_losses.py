@@ -7,8 +7,9 @@ Axes: B sequences, T response tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from rlhf_core.algo.losses import (
     clipped_weight_loss,
     dpo_loss,
     entropy_bonus,
+    ipo_loss,
     kl_loss,
     policy_loss,
     reward_model_loss,
+    robust_dpo_loss,
     sequence_policy_loss,
     sft_loss,
     step_denominator,
@@ -351,10 +354,61 @@ def test_dpo_starts_at_ln_two_and_widens_the_gap() -> None:
     assert ref.grad is None
 
 
+def of_rows(loss: Callable[..., Tensor], values: Tensor, **settings: float) -> Tensor:
+    """Return a loss of pairs: policy and reference of chosen and rejected responses are the rows (4, P)."""
+    return loss(values[0], values[1], values[2], values[3], **settings)
+
+
+def test_the_loss_of_ipo_matches_numbers_worked_out_by_hand() -> None:
+    # gaps (-1 + 5) - (-2 + 4) = 2 and (-2 + 2) - (-1 + 1) = 0; the target is 1 / (2 x 0.25) = 2
+    values = torch.tensor([[-1.0, -2.0], [-5.0, -2.0], [-2.0, -1.0], [-4.0, -1.0]], dtype=torch.float64)
+    assert of_rows(ipo_loss, values, beta=0.25).item() == (0.0 + 4.0) / 2
+    assert of_rows(ipo_loss, values, beta=0.25, denominator=4).item() == 1.0
+    chosen = values[0].clone().requires_grad_()
+    ipo_loss(chosen, values[1], values[2], values[3], beta=0.25).backward()
+    assert chosen.grad is not None
+    assert chosen.grad.tolist() == [0.0, 2 * -2.0 / 2], "at the target there is no gradient"
+
+
+def test_the_robust_dpo_loss_matches_numbers_worked_out_by_hand() -> None:
+    # h = 0.5 x 2 = 1
+    values = torch.tensor([[-1.0], [-5.0], [-2.0], [-4.0]], dtype=torch.float64)
+    lost, won = math.log(1 + math.e), math.log(1 + math.exp(-1))  # -log sigmoid(-1), -log sigmoid(1)
+    found = of_rows(robust_dpo_loss, values, beta=0.5, label_smoothing=0.2).item()
+    assert found == pytest.approx((0.8 * won - 0.2 * lost) / 0.6, abs=1e-15)
+    exact = of_rows(robust_dpo_loss, values, beta=0.5, label_smoothing=0.0)
+    assert exact.item() == pytest.approx(of_rows(dpo_loss, values, beta=0.5).item(), abs=1e-15)
+
+
+def test_over_flipped_labels_the_mean_of_the_robust_loss_is_the_dpo_loss_of_the_true_ones() -> None:
+    chosen, rejected, ref_c, ref_r = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
+    flipped = 0.3
+
+    def loss(function: Any, **settings: Any) -> float:
+        right = function(chosen, rejected, ref_c, ref_r, beta=0.7, **settings)
+        wrong = function(rejected, chosen, ref_r, ref_c, beta=0.7, **settings)
+        return float((1 - flipped) * right + flipped * wrong)
+
+    true = dpo_loss(chosen, rejected, ref_c, ref_r, beta=0.7).item()
+    assert loss(robust_dpo_loss, label_smoothing=flipped) == pytest.approx(true, abs=1e-12)
+    assert loss(dpo_loss, label_smoothing=flipped) != pytest.approx(true, abs=1e-3)
+
+
+def test_the_losses_of_pairs_agree_with_plain_expressions_of_torch() -> None:
+    values = torch.randn(4, 32, generator=torch.Generator().manual_seed(1)).double()
+    ratios = (values[0] - values[2]) - (values[1] - values[3])
+    log_sigmoid = torch.nn.functional.logsigmoid
+    ipo = ((ratios - 1 / (2 * 0.3)) ** 2).mean()
+    robust = (-log_sigmoid(0.3 * ratios) * 0.9 + log_sigmoid(-0.3 * ratios) * 0.1).div(0.8).mean()
+    torch.testing.assert_close(of_rows(ipo_loss, values, beta=0.3), ipo)
+    torch.testing.assert_close(of_rows(robust_dpo_loss, values, beta=0.3, label_smoothing=0.1), robust)
+
+
 def test_no_pairs_have_loss_zero() -> None:
     none = torch.zeros(0)
     assert reward_model_loss(none, none).item() == 0.0
     assert dpo_loss(none, none, none, none, beta=0.1).item() == 0.0
+    assert ipo_loss(none, none, none, none, beta=0.1).item() == 0.0
 
 
 def test_the_loss_of_gspo_matches_numbers_worked_out_by_hand() -> None:

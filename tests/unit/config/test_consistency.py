@@ -197,6 +197,13 @@ def test_a_grader_is_not_measured_without_pairs_of_people(
     assert not any(isinstance(finding, ConfigError) for finding in check_consistency(config))
 
 
+def test_the_precision_in_which_a_start_is_saved_is_checked_although_it_is_not_trained() -> None:
+    sft = {"enabled": False, "deepspeed": {"dtype": "float16"}}
+    start = config_from_tree({"model": "an/instruct-model", "data": GENERATED, "sft": sft}, "test")
+    problems = [str(finding) for finding in check_consistency(start)]
+    assert any("sft.deepspeed.dtype: float16 needs sft.deepspeed.zero_stage" in text for text in problems)
+
+
 def test_rules_may_score_responses_of_any_length() -> None:
     assert warnings_of({"max_new_tokens": 65, "rewards": [{"type": "relevance"}]}) == []
 

@@ -11,14 +11,14 @@ from functools import cache
 from pathlib import Path
 
 from rlhf_core.config.messages import all_fields, has_own_fields, locate, root, variants
-from rlhf_core.config.reference import markdown
+from tests.reference import markdown
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), (
-        "run: python -m rlhf_core.config.reference > docs/configuration.md"
+        "run: python -m tests.reference > docs/configuration.md"
     )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
+from rlhf_cli import init
+from rlhf_cli.main import main
 from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError
@@ -100,3 +104,15 @@ def test_the_file_is_yaml_of_few_lines(base: str) -> None:
     text = configuration(Given(base, "ppo", pairs="pairs.jsonl"), "my")
     assert yaml.safe_load(text)["run"]["name"] == "my"
     assert len(text.splitlines()) < 25
+
+
+def test_the_schema_for_editors_is_beside_the_file_that_names_it(
+    tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "_show", lambda *arguments: None)  # the table, which needs a tokenizer
+    out = tmp_path / "new" / "my.yaml"
+    assert main(["init", "--model", base, "--pairs", "pairs.jsonl", "--out", str(out)]) == 0
+    named = re.match(r"# yaml-language-server: \$schema=(\S+)\n", out.read_text())
+    assert named is not None
+    schema = json.loads((out.parent / named[1]).read_text())
+    jsonschema.validate(yaml.safe_load(out.read_text()), schema)

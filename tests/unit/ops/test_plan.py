@@ -134,7 +134,7 @@ def test_settings_with_staleness_have_separate_engines(
     assert printed["step_seconds"]["ppo"] == pytest.approx(max(rollout, scoring + training) + sync)
     changes = printed["fastest"]["ppo"]["changes"]
     assert changes and "ppo.colocate" not in changes, "engines need devices of their own"
-    main(command)
+    main([*command, "--details"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "a step of ppo = (rollout" in shown and " during scoring " in shown
 
@@ -272,7 +272,7 @@ def test_json_and_table_agree(capsys: pytest.CaptureFixture[str]) -> None:
     printed = json.loads(capsys.readouterr().out)
     assert printed["fits"] is True and printed["parameters"] == 8_030_261_248 and printed["changes"] is None
     sft = next(row for row in printed["memory"] if (row["stage"], row["phase"]) == ("sft", "backward"))
-    assert main(command) == 0
+    assert main([*command, "--details"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "backward" in line)
     assert f"{sft['total'] / GIB:.1f}*" in row
 
@@ -289,7 +289,7 @@ def test_a_plan_is_readable_in_80_columns(
         "--model-config",
         str(LLAMA_8B),
     ]
-    assert main(command) == 0
+    assert main([*command, "--details"]) == 0
     lines = capsys.readouterr().out.splitlines()
     # What is pasted is one line.
     assert max(len(line) for line in lines if not line.startswith("estimated to be faster with: ")) <= 80
@@ -299,8 +299,27 @@ def test_a_plan_is_readable_in_80_columns(
 def test_on_the_cpu_the_demo_is_judged_by_the_memory_of_the_machine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plan", str(CONFIGS / "demo.yaml")]) == 0
+    assert main(["plan", str(CONFIGS / "demo.yaml"), "--details"]) == 0
     assert "MiB for each process" in capsys.readouterr().out
+
+
+def test_memory_is_shown_by_process_only_if_it_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(CONFIGS / "production.yaml"), "--model-config", str(LLAMA_8B), "--gpus"]
+    assert main([*command, "8xH200-141G"]) == 0
+    shown = capsys.readouterr().out
+    assert "GiB on each device" not in shown and "to spare" in shown
+    utilisation = "ppo.engine.gpu_memory_utilization=0.95"
+    apart = ["ppo.colocate=pairs", "ppo.policy_deepspeed.ranks=3", "ppo.critic_deepspeed.ranks=3"]
+    main([*command, "8xH200-141G", *apart, "ppo.engine.count=2", utilisation])
+    assert "GiB on each device" in capsys.readouterr().out
+
+
+def test_a_source_that_is_not_on_this_machine_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH200-141G"]
+    assert main([*command, "--model-config", str(LLAMA_8B), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rows"] is None and printed["work"] == []
+    assert printed["unread"].startswith("data.sft.0.path (")
 
 
 PROFILES = {

@@ -2,6 +2,7 @@
 
 - the summary has the documented fields, and nothing that was not measured
 - the table of results has the promotion with its reason, the judge, and DPO next to PPO
+- implicit rewards of DPO that both fall are named
 - durations are readable, and cells of Markdown are escaped
 """
 
@@ -157,6 +158,20 @@ def test_result_table_has_dpo_next_to_ppo() -> None:
     assert rows["the same, length-controlled"] == "0.600  [0.500, 0.700]"
     assert rows["KL to the SFT model, DPO"] == "1.5 nats per response"
     assert summary["evaluate"]["policies"]["dpo"] == {"kl": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "shown"),
+    [
+        (0.4, -1.25, "0.400, -1.250"),
+        (-0.5, -2.0, "-0.500, -2.000: both fall, so the policy moves to responses that are in no pair"),
+    ],
+)
+def test_implicit_rewards_of_dpo_that_both_fall_are_named(chosen: float, rejected: float, shown: str) -> None:
+    metrics = {"accuracy": 0.7, "rewards/chosen": chosen, "rewards/rejected": rejected}
+    summary = summarize({"dpo": StageRecord(ref("dpo", **metrics), 1.0, False)}, 1.0, IDENTITY)
+    assert summary["dpo"] == {"chosen": chosen, "rejected": rejected}
+    assert results(summary) == [("DPO, implicit reward of chosen, of rejected", shown)]
 
 
 def test_partial_summary_omits_other_stages() -> None:

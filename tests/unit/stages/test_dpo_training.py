@@ -2,6 +2,8 @@
 
 - loss, accuracy and implicit rewards are means over all pairs of all ranks, for any micro-batches, packed or
   padded, also where a rank has no pair
+- rewards and accuracy are those of log-ratios for every loss; with `length_normalised` those of means over
+  the tokens of a response
 - the reference is the model before the first step, also after a checkpoint was loaded
 - with `early_stop` it ends early, in the weights of the lowest loss
 - a checkpoint has the negative held-out loss as its score; without held-out pairs there is none
@@ -88,6 +90,49 @@ def test_metrics_are_means_over_the_pairs_of_all_ranks(
     interval = wilson(wanted["accuracy"], 3, 0.95)
     wanted |= {"accuracy_low": interval.low, "accuracy_high": interval.high}
     assert held_out == pytest.approx({f"eval/{name}": value for name, value in wanted.items()}, rel=1e-5)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "robust"])
+def test_rewards_and_accuracy_are_those_of_log_ratios_for_every_loss(
+    loss: Any, pack: bool, on_two_ranks: Callable[[Callable[[Any], Any]], Any]
+) -> None:
+    smoothing = 0.2 if loss == "robust" else 0.0
+    config = DPOConfig(batch_size=3, beta=2.0, loss=loss, label_smoothing=smoothing, pack=pack)
+    losses = {
+        "sigmoid": [-log_sigmoid(gap) for gap in GAPS],
+        "robust": [(0.2 * log_sigmoid(-gap) - 0.8 * log_sigmoid(gap)) / 0.6 for gap in GAPS],
+        "ipo": [(gap / 2.0 - 0.25) ** 2 for gap in GAPS],
+    }
+    wanted = expected(0.0) | {"loss": sum(losses[loss]) / 3}
+    trained = on_two_ranks(
+        lambda rank: train_step(ScriptedTrainer(rank=rank, forward=tenths), ROWS, config, 1, 0)
+    )
+    assert {name: trained[f"train/{name}"] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+    held_out = on_two_ranks(
+        lambda rank: evaluate_dpo(ScriptedTrainer(rank=rank, forward=tenths), ROWS, config, 0)
+    )
+    assert {name: held_out[f"eval/{name}"] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("budget", "pack"), [(1000, False), (1, True)])
+def test_length_normalised_log_probabilities_are_means_over_the_tokens_of_a_response(
+    budget: int, pack: bool, on_two_ranks: Callable[[Callable[[Any], Any]], Any]
+) -> None:
+    config = DPOConfig(beta=2.0, length_normalised=True, micro_batch_tokens=budget, pack=pack)
+    found = on_two_ranks(
+        lambda rank: with_reference(ScriptedTrainer(rank=rank, forward=tenths), PAIRS, config, 0)
+    )
+    # The sums -0.6 and -2.0 are of 2 and 4 tokens.
+    means = [-0.1, -0.3, -0.5, -0.3, -0.2, -0.2]
+    assert list(chain(*(row.reference for row in found))) == pytest.approx(means, rel=1e-5)
+    rows = [ReferencedPair(pair, (0.0, 0.0)) for pair in PAIRS]
+    trained = on_two_ranks(
+        lambda rank: train_step(ScriptedTrainer(rank=rank, forward=tenths), rows, config, 1, 0)
+    )
+    gaps = [2 * (c - r) for c, r in zip(means[::2], means[1::2], strict=True)]
+    assert trained["train/loss"] == pytest.approx(-sum(map(log_sigmoid, gaps)) / 3, rel=1e-5)
+    assert trained["train/rewards/chosen"] == pytest.approx(2 * sum(means[::2]) / 3, rel=1e-5)
 
 
 def test_the_gradient_is_that_of_the_mean_over_pairs() -> None:
@@ -185,6 +230,8 @@ def config_of(dpo: dict[str, Any], **sections: Any) -> PipelineConfig:
         ({}, {"data": {"preference": []}, **RULES_ONLY}, "is true, but data.preference is empty"),
         ({"deepspeed": {"ranks": 9}, "batch_size": 8}, {}, "must be at most dpo.batch_size"),
         ({"label_smoothing": 0.5}, {}, "dpo.label_smoothing"),
+        ({"loss": "robust"}, {}, "dpo.loss: robust needs dpo.label_smoothing"),
+        ({"loss": "ipo", "label_smoothing": 0.1}, {}, "dpo.label_smoothing has no effect with dpo.loss=ipo"),
         ({"enabled": False}, {"register": {"policy": "dpo"}}, "got dpo, but dpo.enabled is false"),
     ],
 )

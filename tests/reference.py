@@ -1,13 +1,14 @@
-"""Print docs/configuration.md: `python -m rlhf_core.config.reference > docs/configuration.md`.
+"""Print docs/configuration.md: `python -m tests.reference > docs/configuration.md`.
 
 A test compares the file with the schema.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,7 @@ The column "affects" gives the effect of changing the field:
 `run.home` and `tracking.uri` decide to which registry `register` writes, so this stage runs again if they
 change.
 
-This page is generated from the schema: `python -m rlhf_core.config.reference > docs/configuration.md`.
+This page is generated from the schema: `python -m tests.reference > docs/configuration.md`.
 """
 _RANGES = """## Ranges
 
@@ -217,5 +218,11 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the page."""
+    argparse.ArgumentParser(description="Print docs/configuration.md.").parse_args(arguments)
     sys.stdout.write(markdown())
+
+
+if __name__ == "__main__":
+    main()

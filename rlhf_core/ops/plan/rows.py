@@ -1,0 +1,122 @@
+"""What each stage makes of the rows: how many it uses, in how many steps, and the estimated time.
+
+Rows are counted in the files. The share of them that is used is that of the first rows (`ops.data_table`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.address import base_of, parse_address
+from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.training import RewardConfig, SFTConfig, TrainingSection
+from rlhf_core.data.files import list_files, read_file, suffix_of
+from rlhf_core.ops.data_table import DataTable
+from rlhf_core.pipeline import StageName
+from rlhf_core.planning.loads import PPO
+
+_COUNTED_LINES = 1_000_000
+"""Lines of a file that are counted, in a second or two."""
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The rows and steps of one stage."""
+
+    stage: StageName
+    what: str
+    """What its rows are, such as `pairs`."""
+    rows: int
+    steps: int
+    seconds: float
+    """Estimated time of all steps."""
+
+
+def why_unread(config: PipelineConfig) -> str | None:
+    """Return why the rows are not read by a plan, which makes no request, or None if they are."""
+    for name, index, source in config.data.sources():
+        if parse_address(source.path).kind not in ("local", "synthetic"):
+            return f"data.{name}.{index}.path ({source.path}) is not on this machine"
+    base = base_of(config, "sft")
+    if base is None or not base.is_hub:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(base.path, "tokenizer.json", revision=base.revision), str):
+        return None
+    return f"the tokenizer of {base.path} is not in the cache of the hub"
+
+
+def stage_work(
+    config: PipelineConfig, table: DataTable, seconds: Mapping[StageName, float]
+) -> list[StageWork]:
+    """Return the work of each stage that trains. `seconds` are those of one of its steps."""
+    work = []
+    pairs, judge = _training_rows(config, table, "preference"), config.reward.judge
+    share = 0.0 if judge is None else judge.fraction
+    for stage, section in config.training_sections.items():
+        if isinstance(section, SFTConfig):
+            what, rows = "demonstrations", _training_rows(config, table, "sft")
+        else:
+            what, rows = "pairs", round(pairs * (share if stage == "judge" else 1 - share))
+        steps = _optimizer_steps(section, rows)
+        work.append(StageWork(stage, what, rows, steps, steps * seconds[stage]))
+    if config.ppo.enabled:
+        prompts, steps = _training_rows(config, table, "prompts"), config.ppo.steps
+        work.append(StageWork(PPO, "prompts", prompts, steps, steps * seconds[PPO]))
+    return work
+
+
+def _optimizer_steps(section: TrainingSection, rows: int) -> int:
+    models = section.members if isinstance(section, RewardConfig) else 1
+    return models * section.epochs * math.ceil(rows / section.batch_size)
+
+
+def _training_rows(config: PipelineConfig, table: DataTable, name: SetName) -> int:
+    """Return about how many rows of a set are for training."""
+    counts = table.card["counts"][name]
+    if not counts["read"]:
+        return 0
+    every = sum(count_rows(config, name, source) for source in getattr(config.data, name))
+    if every <= counts["read"]:
+        return int(counts["train"])
+    kept: float = (counts["train"] + counts["eval"]) / counts["read"] * every
+    return round(kept - min(kept * config.data.eval_fraction, config.data.max_eval))
+
+
+def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:
+    """Return the number of rows of a local or generated source."""
+    address = parse_address(source.path)
+    if address.kind == "synthetic":
+        synthetic = config.data.synthetic
+        every = {"sft": synthetic.sft_examples, "preference": synthetic.pairs, "prompts": synthetic.prompts}
+        rows = every[name]
+    else:
+        rows = sum(_rows_of_file(file) for file in list_files(address, source.split))
+    return rows if source.limit is None else min(rows, source.limit)
+
+
+def _rows_of_file(file: Path) -> int:
+    """Return about the number of rows of a file. A CSV row with line breaks counts several times."""
+    suffix = suffix_of(file.name)
+    if suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        return int(pq.read_metadata(file).num_rows)
+    if suffix == ".json":
+        with file.open("rb") as stream:
+            return sum(1 for _ in read_file(str(file), stream))
+    if suffix == ".jsonl.gz":
+        with gzip.open(file) as unpacked:
+            return sum(not line.isspace() for line in unpacked)
+    with file.open("rb") as stream:
+        lines = sum(not line.isspace() for line in islice(stream, _COUNTED_LINES))
+        # The lines that were not read are taken to be as long as these.
+        lines = round(lines * file.stat().st_size / max(1, stream.tell()))
+    return lines - (suffix == ".csv")

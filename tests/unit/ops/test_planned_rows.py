@@ -1,0 +1,118 @@
+"""`rlhf plan` counts the rows that each stage trains on, and their steps and minutes.
+
+- a set of which all rows were read has the counts of the stage `data`; of a larger one, the share of its
+  first rows that is kept is that of all
+- the judge trains on its own part of the pairs, an ensemble several times on all
+- what the stage `data` would end with ends the plan
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rlhf_core.config.data import Source
+from rlhf_core.config.load import load_config
+from rlhf_core.errors import DataError
+from rlhf_core.ops.plan import rows
+from rlhf_core.ops.plan.plan import as_json, make_plan
+from rlhf_core.ops.plan.rows import count_rows, stage_work
+from tests.support.demo_data import config_with_demo_data
+
+ROWS = [
+    {"prompt": f"Name bird {number}.", "chosen": f"A robin {number}.", "rejected": "Bird bird."}
+    for number in range(60)
+]
+
+
+def config_of(folder: Path, **sections: Any) -> str:
+    """Write the rows and a configuration that reads them as all three sets, with a model from scratch."""
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = {name: [{"path": str(pairs)}] for name in ("sft", "preference", "prompts")}
+    file = folder / "my.yaml"
+    file.write_text(yaml.safe_dump({"run": {"home": str(folder / "home")}, "data": data, **sections}))
+    return str(file)
+
+
+def test_each_stage_trains_on_the_rows_that_the_stage_data_keeps(tmp_path: Path) -> None:
+    config = config_of(tmp_path, sft={"batch_size": 8, "epochs": 2}, ppo={"steps": 7, "prompts_per_step": 8})
+    plan = make_plan(config, rows=1000)
+    assert plan.table is not None
+    counts = plan.table.card["counts"]
+    work = {each.stage: each for each in plan.work}
+    assert work["sft"].rows == counts["sft"]["train"] > 40
+    assert work["sft"].steps == 2 * -(-work["sft"].rows // 8)
+    assert work["sft"].seconds == pytest.approx(work["sft"].steps * plan.steps["sft"])
+    assert work["reward"].rows == counts["preference"]["train"]
+    assert (work["ppo"].rows, work["ppo"].steps) == (counts["prompts"]["train"], 7)
+    assert plan.config.limits.response == plan.table.card["limits"]["response"], "measured, not estimated"
+    printed = json.loads(as_json(plan))
+    assert printed["work"][0]["rows"] == work["sft"].rows
+    assert printed["rows"]["sft"]["read"] == 60
+
+
+def test_rows_that_were_not_read_are_kept_like_the_first_ones(tmp_path: Path) -> None:
+    plan = make_plan(config_of(tmp_path), rows=20)
+    assert plan.table is not None and plan.table.card["counts"]["sft"]["read"] == 20
+    # All 20 are kept, so are all 60, of which a tenth is held out.
+    assert {each.stage: each.rows for each in plan.work}["sft"] == 54
+
+
+def test_the_judge_trains_on_its_part_of_the_pairs_and_an_ensemble_several_times(tmp_path: Path) -> None:
+    judge = {"fraction": 0.25, "epochs": 1}
+    path = config_of(tmp_path, reward={"ensemble": {"members": 3}, "batch_size": 8, "judge": judge})
+    plan = make_plan(path, rows=1000)
+    work = {each.stage: each for each in plan.work}
+    assert plan.table is not None
+    pairs = plan.table.card["counts"]["preference"]["train"]
+    assert work["judge"].rows == round(pairs / 4) and work["reward"].rows == round(pairs * 3 / 4)
+    assert work["reward"].steps == 3 * -(-work["reward"].rows // 8)
+    halved = stage_work(plan.config, plan.table, dict.fromkeys(plan.steps, 0.5))
+    assert halved[0].seconds == halved[0].steps / 2
+
+
+def test_what_ends_the_stage_data_ends_the_plan(tmp_path: Path) -> None:
+    path = config_of(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text('{"question": "What?"}\n' * 20)
+    with pytest.raises(DataError, match=r"data.sft\[0\]: 20 of 20 rows"):
+        make_plan(path, rows=1000)
+
+
+def test_rows_are_counted_in_every_kind_of_file(tmp_path: Path) -> None:
+    lines = b'{"prompt": "a"}\n\n{"prompt": "b"}\n{"prompt": "c"}'
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.json").write_text('[{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]')
+    (tmp_path / "d.csv").write_text("prompt\na\nb\nc\n")
+    pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), tmp_path / "e.parquet")
+    config = config_with_demo_data({}, "test")
+    for file in sorted(tmp_path.iterdir()):
+        assert count_rows(config, "prompts", Source(path=str(file))) == 3, file.name
+    assert count_rows(config, "prompts", Source(path=str(tmp_path))) == 15
+    assert count_rows(config, "prompts", Source(path=str(tmp_path), limit=4)) == 4
+    assert count_rows(config, "sft", Source(path="synthetic")) == config.data.synthetic.sft_examples
+
+
+def test_rows_beyond_those_that_are_counted_are_taken_to_be_as_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "_COUNTED_LINES", 10)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a"}\n' * 70)
+    assert count_rows(config_with_demo_data({}, "test"), "prompts", Source(path=str(file))) == 70
+
+
+def test_every_shipped_configuration_can_be_asked_whether_its_rows_are_here() -> None:
+    from rlhf_core.ops.plan.rows import why_unread
+    from tests.support.planned_models import CONFIGS
+
+    assert why_unread(load_config(CONFIGS / "demo.yaml")) is None
+    assert "is not on this machine" in str(why_unread(load_config(CONFIGS / "production.yaml")))
