@@ -49,7 +49,7 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
     assert "elsewhere: running, " in text
     assert re.search(
         r"lives: running, config a\.yaml\n    finished: data 7\.0 s\n    now, for \d.*: sft,"
-        r" sft 45 % \(9 of 20 steps\), 2\.5 min left, log /logs/",
+        r" sft 45 % \(9 of 20 steps\), 2 min 30 s left, log /logs/",
         text,
     )
     assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, log ", text)
