@@ -50,7 +50,7 @@ class ConfigDeployment:
         flow = retrain if self.if_changed else rlhf
         entry = {
             "name": self.name,
-            "description": flow.description.partition("\n")[0],
+            "description": (flow.description or "").partition("\n")[0],
             "entrypoint": f"{flow.fn.__module__}.{flow.fn.__name__}",
             "tags": ["rlhf", TAG],
             "parameters": self.parameters,

@@ -87,7 +87,7 @@ def clients_of(server: PrefectServer) -> Iterator[None]:
 
 def test_the_deployment_of_a_configuration_keeps_what_people_have_set(tmp_path: Path) -> None:
     with prefect_server(tmp_path) as server, clients_of(server):
-        options = {"cron": "0 2 * * 0", "timezone": "Europe/Berlin", "if_changed": True}
+        options: dict[str, Any] = {"cron": "0 2 * * 0", "timezone": "Europe/Berlin", "if_changed": True}
         text = config_deployment("my.yaml", ("ppo.steps=3",), **options).apply()
         assert text == (
             f'deployment rlhf-retrain/my: {Path("my.yaml").resolve()}, "0 2 * * 0" in Europe/Berlin, active'

@@ -128,6 +128,10 @@ def test_up_refuses_a_database_other_than_postgresql(home: Home, monkeypatch: py
     assert "secret" not in refused.value.message
 
 
+def api() -> str:
+    return os.environ["PREFECT_API_URL"]
+
+
 def test_commands_use_the_server_of_up_for_their_home_while_it_is_up(
     home: Home, monkeypatch: pytest.MonkeyPatch, supervisor: ProcessId
 ) -> None:
@@ -137,16 +141,16 @@ def test_commands_use_the_server_of_up_for_their_home_while_it_is_up(
     auth = ensure_auth_string(home)
     write_json(home.servers_state, state_of(supervisor, status="starting", servers=prefect))
     use_servers(home)
-    assert not os.environ["PREFECT_API_URL"]
+    assert api() == ""
     write_json(home.servers_state, state_of(supervisor, servers=prefect))
     use_servers(Home.of("other"))
-    assert not os.environ["PREFECT_API_URL"]
+    assert api() == ""
     use_servers(home)
-    assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:9/api"
+    assert api() == "http://127.0.0.1:9/api"
     assert os.environ["PREFECT_API_AUTH_STRING"] == auth
     os.environ["PREFECT_API_URL"] = "https://mine.example/api"
     use_servers(home)
-    assert os.environ["PREFECT_API_URL"] == "https://mine.example/api", "the user's own server"
+    assert api() == "https://mine.example/api", "the user's own server"
 
 
 def test_commands_use_the_external_server_of_up(
@@ -155,7 +159,7 @@ def test_commands_use_the_external_server_of_up(
     monkeypatch.setattr(os, "environ", {**os.environ, "PREFECT_API_URL": ""})
     write_json(home.servers_state, state_of(supervisor, prefect="https://prefect.example/api"))
     use_servers(home)
-    assert os.environ["PREFECT_API_URL"] == "https://prefect.example/api"
+    assert api() == "https://prefect.example/api"
 
 
 def test_login_link_is_shown_on_a_terminal_only(
