@@ -14,7 +14,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import HTMLResponse
+from starlette.routing import Route
+
+from rlhf_core.ops.servers.prefect_server import LOGIN_PATH
 from rlhf_core.system.serving import OwnAddressOnly
+
+_LOGIN = """<!doctype html><title>Prefect</title><script>
+localStorage.setItem("prefect-password", location.hash.slice(1));
+location.replace("/");
+</script>
+"""
+"""The password is the fragment of the address, which a browser does not send."""
 
 
 def create_mlflow_app() -> Any:
@@ -26,7 +38,14 @@ def create_mlflow_app() -> Any:
 
 def create_app() -> Any:
     """Create Prefect's application from the settings in the environment."""
-    return OwnAddressOnly(_prefect())
+    prefect = _prefect()
+    prefect.router.routes.insert(0, Route(LOGIN_PATH, _login_page))
+    return OwnAddressOnly(prefect)
+
+
+async def _login_page(request: Request) -> HTMLResponse:
+    """Store the password of the link where Prefect's UI looks for it, and show the UI."""
+    return HTMLResponse(_LOGIN)
 
 
 def create_network_app() -> Any:

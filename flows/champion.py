@@ -9,7 +9,7 @@ from prefect import flow, runtime
 from prefect.artifacts import create_table_artifact
 from pydantic import Field
 
-from flows.notify import notify, notify_failure
+from flows.notify import emit, notify, notify_failure
 from rlhf_core.run.registered_policies import open_registry
 from rlhf_core.tracking import champion_log, champions
 
@@ -40,6 +40,9 @@ def rollback(model: ModelName, reason: Reason, to: Target | None = None, home: s
     publish_history(model, champions.history(mlflow, model))
     if changed or _is_asked_again(move, "rolled_back", reason):
         target = f"version {move.version}" if move.version else "no champion"
+        emit(
+            "policy.rolled-back", f"model.{model}", version=move.version or champions.NONE, reason=move.reason
+        )
         notify(f"{model} rolled back to {target}", move.reason)
     return move.version or champions.NONE
 
@@ -64,6 +67,7 @@ def promote(model: ModelName, version: Version, reason: Reason, home: str = ".rl
     move, changed = champions.promote(mlflow, model, version, reason)
     publish_history(model, champions.history(mlflow, model))
     if changed or _is_asked_again(move, "promoted", reason):
+        emit("policy.promoted", f"model.{model}", version=version, reason=move.reason)
         notify(f"{model} version {version} promoted", move.reason)
     return version
 

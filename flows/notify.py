@@ -1,8 +1,18 @@
-"""Notifications through Prefect's own blocks: a pipeline finished or failed, its data drifted, a policy was
-promoted or refused, rounds need votes of people.
+"""Notifications through Prefect's own blocks, and events for Prefect's automations.
 
-`RLHF_NOTIFY` is the address of a notification block of the Prefect server, such as `slack-webhook/team`. A
-notification that cannot be sent is logged; it never fails a run.
+`RLHF_NOTIFY` is the address of a notification block of the Prefect server, such as `slack-webhook/team`. It
+gets a message when a pipeline finished or failed, its data drifted, a policy was promoted or refused, or
+rounds need votes of people.
+
+    event                    resource             payload
+    rlhf.policy.promoted     rlhf.model.NAME      version, reason
+    rlhf.policy.refused      rlhf.model.NAME      version, reason
+    rlhf.policy.rolled-back  rlhf.model.NAME      version (`none` without a champion), reason
+    rlhf.data.drifted        rlhf.run.NAME        reason
+    rlhf.guard.raised        rlhf.run.NAME        guard, reason
+
+Prefect adds the flow run, its deployment and its tags to each event. What cannot be sent is logged; it never
+fails a run.
 """
 
 from __future__ import annotations
@@ -16,6 +26,7 @@ from typing import Any, cast
 from prefect import Flow
 from prefect.blocks.core import Block
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.events import emit_event
 from prefect.utilities.asyncutils import run_coro_as_sync
 
 from rlhf_core.config.redact import printable, scrubbed
@@ -41,6 +52,18 @@ def notify(subject: str, body: str) -> None:
         log.warning("%s=%s: the notification could not be sent (%s)", VARIABLE, address, type(error).__name__)
 
 
+def emit(event: str, resource: str, **payload: str) -> None:
+    """Emit the event `rlhf.{event}` about `rlhf.{resource}`."""
+    try:
+        emit_event(
+            event=f"rlhf.{event}",
+            resource={"prefect.resource.id": f"rlhf.{resource}"},
+            payload={name: printable(scrubbed(text)) for name, text in payload.items()},
+        )
+    except Exception as error:  # of Prefect's client
+        log.warning("the event rlhf.%s could not be sent (%s)", event, type(error).__name__)
+
+
 def notify_result(summary: Mapping[str, Any]) -> None:
     """Send what a finished pipeline has made of its policy."""
     registered = summary.get("registration")
@@ -49,9 +72,10 @@ def notify_result(summary: Mapping[str, Any]) -> None:
         return
     if summary["stages"]["register"]["reused"]:
         return  # it was announced before
-    state = "promoted automatically" if registered["champion"] else "refused"
-    subject = f"{registered['model']} version {registered['version']} {state}"
-    notify(subject, f"{summary['run']} finished. {registered['reason']}")
+    model, version, reason = registered["model"], str(registered["version"]), registered["reason"]
+    end, how = ("promoted", " automatically") if registered["champion"] else ("refused", "")
+    emit(f"policy.{end}", f"model.{model}", version=version, reason=reason)
+    notify(f"{model} version {version} {end}{how}", f"{summary['run']} finished. {reason}")
 
 
 def notify_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:

@@ -7,6 +7,7 @@ progress bar has a thread of its own, so that a slow server never makes the stag
 from __future__ import annotations
 
 import contextvars
+import json
 import logging
 import os
 import threading
@@ -24,13 +25,16 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
+from prefect.context import FlowRunContext
 
 from flows.isolated import EMBEDDED
 from rlhf_core.executors.spec import StageRecord
 from rlhf_core.ops.drift.compare import DriftReport
+from rlhf_core.ops.servers.reconcile import COMMAND_TAG, PROCESS_LABEL
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.summary import run_markdown, stage_markdown
+from rlhf_core.run.summary import duration, run_markdown, stage_markdown
+from rlhf_core.system.processes import RecordedProcess
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +108,11 @@ class ProgressPage:
 def describe(event: dict[str, Any]) -> tuple[float, str]:
     """Return the percentage and a sentence for a progress event."""
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in (event.get("metrics") or {}).items())
-    text = f"{event['task']}: {event['done']} of {event['total']} {event['unit']}" + (
-        f" ({metrics})" if metrics else ""
-    )
+    text = f"{event['task']}: {event['done']} of {event['total']} {event['unit']}"
+    if event.get("left") is not None:
+        text += f", {duration(event['left'])} left"
+    if metrics:
+        text += f" ({metrics})"
     return min(100.0, round(100.0 * event["done"] / event["total"], 1)), text
 
 
@@ -116,16 +122,31 @@ def show_log_lines() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def publish_tags(run: PipelineRun) -> None:
-    """Set tags that tell this flow run from others: configuration, seed, and the pipeline's key."""
+def publish_process() -> None:
+    """Give the flow run of a command the identity of its process, for the reconciler of `rlhf up`."""
+    if EMBEDDED in os.environ:
+        return  # its server ends with the process
+    with _view_only("process"), get_client(sync_client=True) as client:
+        flow_run = client.read_flow_run(runtime.flow_run.id)
+        if flow_run.deployment_id is None and flow_run.parent_task_run_id is None:
+            client.update_flow_run_labels(flow_run.id, {PROCESS_LABEL: json.dumps(RecordedProcess.own())})
+            client.update_flow_run(flow_run.id, tags=[*flow_run.tags, COMMAND_TAG])
+
+
+def publish_name(run: PipelineRun) -> None:
+    """Give the flow run the name of the pipeline in MLflow and on the disk, and tags that tell it from
+    others.
+    """
     settings = run.config.run
-    with _view_only("tags"), get_client(sync_client=True) as client:
+    wanted = [settings.name, f"seed={settings.seed}", f"pipeline={run.key[:8]}"]
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:
+        context.flow_run.name = run.name  # the copy that the hooks of its end get
+    with _view_only("name"), get_client(sync_client=True) as client:
         # An update replaces all tags, and the reconciler needs `auto-recover`.
         known = client.read_flow_run(runtime.flow_run.id).tags
-        wanted = (settings.name, f"seed={settings.seed}", f"pipeline={run.key[:8]}")
-        client.update_flow_run(
-            runtime.flow_run.id, tags=[*known, *(tag for tag in wanted if tag not in known)]
-        )
+        tags = [*known, *(tag for tag in wanted if tag not in known)]
+        client.update_flow_run(runtime.flow_run.id, name=run.name, tags=tags)
 
 
 def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> None:
@@ -179,7 +200,7 @@ def _view_only(what: str) -> Iterator[None]:
 
 def flow_run_tags() -> dict[str, str]:
     """Return tags by which an MLflow run leads back to the flow run that it belongs to."""
-    tags = {"prefect.flow_run_id": runtime.flow_run.id, "prefect.flow_run_name": runtime.flow_run.name}
+    tags = {"prefect.flow_run_id": runtime.flow_run.id}
     if EMBEDDED not in os.environ:
         tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
     if runtime.deployment.id:

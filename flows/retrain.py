@@ -13,13 +13,12 @@ from flows.notify import notify, notify_failure
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import NonNegativeFloat, NonNegativeInt
 from rlhf_core.config.load import load_config
-from rlhf_core.errors import InputError
 from rlhf_core.ops.retraining import Retraining, RetrainingDecision
 
 
 @flow(name="rlhf-retrain", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
 def retrain(
-    config: File | None = None,
+    config: File,
     overrides: tuple[Override, ...] = (),
     min_new_rows: NonNegativeInt = 0,
     min_pause_hours: NonNegativeFloat = 0,
@@ -28,19 +27,13 @@ def retrain(
     policy that was registered.
 
     Args:
-        config: YAML file, as the worker sees it. Without one, the run fails, so that no schedule trains the
-            demo.
+        config: YAML file, as the worker sees it.
         overrides: Other fields, each as `section.field=value`.
         min_new_rows: Rows that the sources must have more than at the last retraining. Replaced rows are not
             new ones.
         min_pause_hours: Hours since the start of the last retraining.
     """
     try:
-        if config is None:
-            raise InputError(
-                "config: the deployment has no configuration; set this parameter to your YAML file on the"
-                " page of the deployment (Edit), or give it to the run (--param config=my.yaml)"
-            )
         retraining = Retraining(load_config(config, overrides), run=str(runtime.flow_run.id or ""))
         decision = retraining.check(min_new_rows=min_new_rows, min_pause_hours=min_pause_hours)
     except Exception as error:  # here, because the pipeline's own flow sends its failures

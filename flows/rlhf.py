@@ -12,13 +12,12 @@ from prefect import flow, runtime
 from pydantic import Field
 
 from flows.notify import notify_failure, notify_result
-from flows.pages import flow_run_tags, publish_run, publish_tags, show_log_lines
+from flows.pages import flow_run_tags, publish_name, publish_process, publish_run, show_log_lines
 from flows.tasks import check_drift, run_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from rlhf_core.errors import InputError
 from rlhf_core.ops.parameters import DEFAULT_CONFIG, overrides_of
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
-from rlhf_core.run.checks import reuse_or_check, reuse_or_load
+from rlhf_core.run.checks import reuse_or_check
 from rlhf_core.run.pipeline_run import open_run
 
 File = Annotated[str, Field(min_length=1)]
@@ -26,16 +25,10 @@ Override = Annotated[str, Field(pattern=r"^[^=]+=")]  # `load_config` checks the
 
 
 def run_name() -> str:
-    """Return a name such as `demo-seed0-3fa2c1`: configuration, seed and flow run. A restart keeps it."""
-    parameters = runtime.flow_run.parameters
-    flow_run = str(runtime.flow_run.id)[:6]
-    file = parameters["config"] or "no-config"
-    fields = {"run.name": parameters.get("name"), "run.seed": parameters.get("seed")}
-    try:
-        config = reuse_or_load(file, overrides_of(fields, parameters.get("overrides") or ())).run
-    except InputError:  # the flow itself reports the error
-        return f"{Path(file).stem}-{flow_run}"
-    return f"{config.name}-seed{config.seed}-{flow_run}"
+    """Return a name such as `demo-3fa2c1`: configuration and flow run. Once the contents of its data are
+    known, a run of the pipeline has the name of the pipeline (`publish_name`).
+    """
+    return f"{Path(runtime.flow_run.parameters['config']).stem}-{str(runtime.flow_run.id)[:6]}"
 
 
 @flow(
@@ -79,11 +72,12 @@ def rlhf(
         "ppo.policy.learning_rate": policy_learning_rate,
     }
     show_log_lines()
+    publish_process()
     checked = reuse_or_check(
         config, overrides_of(fields, overrides), retry_store=True, start=start, until=until
     )
     with open_run(checked, start, until, flow_run_tags()) as run:
-        publish_tags(run)
+        publish_name(run)
         data = run_stage(run, "data")
         check_drift(run, data)
         run_stage(run, "sft")

@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows.notify import notify, notify_failure
+from flows.pages import publish_process
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import load_config
@@ -46,6 +47,7 @@ def rounds(
         overrides: Other fields, each as `section.field=value`.
         until: Last stage of each round.
     """
+    publish_process()
     return end_of_rounds(run_rounds_with(rlhf, config, number, overrides, until))
 
 

@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows.notify import notify
+from flows.notify import emit, notify
 from flows.pages import ProgressPage, publish_drift, publish_stage
 from rlhf_core.config.pipeline import RunConfig
 from rlhf_core.ops.drift.compare import DriftReport, compare_with_champion
@@ -90,8 +90,9 @@ def follow_drift(report: DriftReport, run_name: str) -> None:
     The failure of the flow is its notification, and a warning has one of its own.
     """
     publish_drift(report)
+    if above := report.above("warn", "stop"):
+        emit("data.drifted", f"run.{run_name}", reason="; ".join(above))
     report.raise_stop()
-    above = report.above("warn")
     if above:
         notify(f"{run_name} drifted", f"From the data of {report.champion}: {'; '.join(above)}")
 
@@ -102,7 +103,13 @@ def attempt(
 ) -> State[ArtifactRef] | ArtifactRef:
     """Find the artifact of `stage`, or have a child process make it."""
     with ProgressPage(stage) as page:
-        record = get_or_run_stage(run, stage, inputs, retry_policy, page.event)
+
+        def on_event(event: dict[str, Any]) -> None:
+            page.event(event)
+            if event["event"] == "warning" and "guard" in event:
+                emit("guard.raised", f"run.{run.name}", guard=event["guard"], reason=event["message"])
+
+        record = get_or_run_stage(run, stage, inputs, retry_policy, on_event)
     publish_stage(run, stage, record)
     if record.reused:
         return Completed(name="Skipped", message=f"reused {record.ref.uri}", data=record.ref)

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from rlhf_core.system.home import HOME_OF_RUNS, default_home
+
 
 def add_command(
     commands: Any, name: str, text: str, command: Callable[[argparse.Namespace], int], example: str
@@ -37,11 +39,16 @@ def add_config(sub: argparse.ArgumentParser, override: str) -> None:
         default=[],  # without it, argparse names them as required if CONFIG is missing
         help=f"fields to override, such as {override}",
     )
+    sub.add_argument("--home", dest="run_home", metavar="FOLDER", help="short for run.home=FOLDER")
 
 
 def add_home(sub: argparse.ArgumentParser, purpose: str) -> None:
     """Add the option `--home`. `purpose` says what the command uses the folder for."""
-    sub.add_argument("--home", default=".rlhf", help=f"{purpose} (default: %(default)s)")
+    sub.add_argument(
+        "--home",
+        default=default_home(),
+        help=f"{purpose} (default: {HOME_OF_RUNS} in the environment, else .rlhf)",
+    )
 
 
 def add_endpoint(sub: argparse.ArgumentParser) -> None:

@@ -37,10 +37,12 @@ from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
 from rlhf_core.logs import set_up_logging
 from rlhf_core.pipeline import STAGES
-from rlhf_core.system.home import Home
+from rlhf_core.system.home import HOME_OF_RUNS, Home, default_home
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from flows.config_deployment import ConfigDeployment
 
 log = logging.getLogger("rlhf_cli.main")  # not __name__, which is __main__ for `python -m rlhf_cli.main`
 
@@ -123,6 +125,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
+    if getattr(arguments, "run_home", None):
+        from rlhf_core.config.load import home_override
+
+        arguments.overrides = [home_override(arguments.run_home), *arguments.overrides]
     return arguments
 
 
@@ -140,8 +146,8 @@ def _parser() -> argparse.ArgumentParser:
     add_champion_commands(commands)
     add_review_command(commands)
     add_prune_command(commands)
+    _add_up(commands)
     for name, text, command in (
-        ("up", "start Prefect, MLflow and a worker on this machine", _up),
         ("down", "stop what `rlhf up` started, and nothing else", _down),
         ("status", "show servers, recent runs and where things are", _status),
     ):
@@ -166,6 +172,32 @@ def _add_run(commands: Any) -> None:
     sub.add_argument(
         "--until", choices=tuple(STAGES), default=next(reversed(STAGES)), help="stop after this stage"
     )
+
+
+def _add_up(commands: Any) -> None:
+    text = "start Prefect, MLflow and a worker on this machine; with --config, deploy a configuration"
+    sub = add_command(commands, "up", text, _up, 'rlhf up --config my.yaml --schedule "0 2 * * 0"')
+    add = sub.add_argument
+    add(
+        "--home",
+        help="folder for logs and databases, and run.home of the runs of all deployments (default: run.home"
+        f" of --config, else {HOME_OF_RUNS} in the environment, else .rlhf)",
+    )
+    add("--config", metavar="CONFIG", help="YAML file; creates a deployment for it, or updates it")
+    add("--name", help="name of the deployment (default: that of the file)")
+    add("--schedule", metavar="CRON", help="when it runs: minute, hour, day, month, day of the week")
+    add(
+        "--timezone", metavar="ZONE", help="of the schedule, such as Europe/Berlin (default: of this machine)"
+    )
+    add("--if-changed", action="store_true", help="run only if data, models, code or settings have changed")
+    add(
+        "--param",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="another parameter of the deployment, such as min_new_rows=1000 with --if-changed",
+    )
+    add("overrides", metavar="key=value", nargs="*", default=[], help="fields of CONFIG to override")
 
 
 def _add_plan(commands: Any) -> None:
@@ -336,16 +368,50 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from flows.isolated import client_headers
-    from rlhf_core.ops.servers.servers import up
+    from flows.isolated import client_headers, isolate_prefect
+    from rlhf_core.config.load import load_config
+    from rlhf_core.ops.servers.servers import are_up, up, use_servers
     from rlhf_core.planning.check import full_disk
 
+    deployment = None
+    if arguments.config is not None:
+        # Before anything starts, for its errors.
+        config = load_config(arguments.config, arguments.overrides)
+        deployment = _config_deployment(arguments)
+    elif arguments.schedule or arguments.name or arguments.param or arguments.overrides:
+        raise InputError("--config: the deployment needs a configuration; name its YAML file")
+    is_given = arguments.home is not None
+    if not is_given:
+        arguments.home = default_home() if deployment is None else config.run.home
     home = _home(arguments)
     # The servers could not write the reason to their logs.
     if problem := full_disk(home.path):
         raise InputError(f"--home: {problem}, or choose another")
-    print(up(home.make(), client_headers))
+    if deployment is None or not are_up(home):
+        print(up(home.make(), client_headers, runs_in_home=is_given))
+    if deployment is not None:
+        use_servers(home)
+        isolate_prefect()
+        print(deployment.apply())
     return 0
+
+
+def _config_deployment(arguments: argparse.Namespace) -> ConfigDeployment:
+    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"  # its import reads this variable
+    from flows.isolated import isolate_prefect
+
+    isolate_prefect()
+    from flows.config_deployment import config_deployment
+
+    return config_deployment(
+        arguments.config,
+        tuple(arguments.overrides),
+        name=arguments.name,
+        parameters=tuple(arguments.param),
+        cron=arguments.schedule,
+        timezone=arguments.timezone,
+        if_changed=arguments.if_changed,
+    )
 
 
 def _down(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""A Prefect server for a command: the one at PREFECT_API_URL, or one that runs as long as the command."""
+"""A Prefect server for a command: the one at PREFECT_API_URL, that of `rlhf up` for the same home, or one
+that runs as long as the command.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
     from rlhf_core.executors.environment import past_proxies
     from rlhf_core.ops.servers.external import external_prefect_url, prefect_responds
     from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
-    from rlhf_core.ops.servers.servers import use_auth_string
+    from rlhf_core.ops.servers.servers import use_auth_string, use_servers
     from rlhf_core.system.environment import NO_TELEMETRY
 
     home = Home.of(config.run.home)
     os.environ.update(past_proxies())
+    use_servers(home)
     url = external_prefect_url()
     if url is not None:
         use_auth_string(home, url)
@@ -37,8 +40,7 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
             isolate_prefect()
             return call()
         log.warning(
-            "no Prefect server answers at PREFECT_API_URL=%s: this run has one of its own, and is not shown"
-            " there",
+            "no Prefect server answers at %s: this run has one of its own, and is not shown there",
             url,
         )
 

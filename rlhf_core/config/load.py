@@ -11,6 +11,7 @@ A section that the file gives in part keeps the rest of its defaults: with
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -30,6 +31,7 @@ from rlhf_core.config.training import adapter_rate
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError
 from rlhf_core.system.files import exists
+from rlhf_core.system.home import HOME_OF_RUNS
 from rlhf_core.system.machine import machine
 
 GROUP = 8
@@ -44,12 +46,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     """Read, override and validate a configuration.
 
     `overrides` are `section.field=value`. The value is YAML (`3`, `1e-5`, `text`, `[1, 2]`), and the items of
-    a list have an index (`ppo.rewards.0.weight=2`).
+    a list have an index (`ppo.rewards.0.weight=2`). RLHF_HOME replaces `run.home` of the file.
 
     Raises:
         ConfigError: With all problems, one per line.
     """
-    return _build(read(path), overrides)
+    home = os.environ.get(HOME_OF_RUNS)
+    return _build(read(path), overrides if not home else [home_override(home), *overrides])
+
+
+def home_override(home: str) -> str:
+    """Return the override that sets `run.home`."""
+    return f"run.home={json.dumps(home)}"  # JSON is YAML, and keeps the name "1e3" a text
 
 
 def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class StageResources(Section):
     """Container image of all pods (kuberay); null: that of the template"""
     template: UserPath | None = execution(None, min_length=1)
     """The RayJob (kuberay) or the batch script (slurm); null: `deployments/kubernetes/rayjob.yaml` or
-    `deployments/slurm/rlhf.sbatch` below the working folder
+    `deployments/slurm/rlhf.sbatch`, below the working folder or as installed
     """
     time_limit: PositiveInt | None = execution(
         None, within=Range(60, 10**8, "a cluster needs minutes to start")

@@ -16,6 +16,7 @@ from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.executors.base import TEMPLATES
 from rlhf_core.pipeline import STAGES
 from rlhf_core.system.machine import machine
+from rlhf_core.system.shipped import shipped
 
 
 def check_executors(config: PipelineConfig) -> Iterator[Finding]:
@@ -56,11 +57,11 @@ def check_executors(config: PipelineConfig) -> Iterator[Finding]:
     for stage, executor in stages.items():
         template = TEMPLATES.get(executor)
         if template is not None:
-            file = Path(config.run.resources.of(stage).template or template)
+            file = shipped(config.run.resources.of(stage).template or template)
             if not file.is_file():
                 yield ConfigError(
                     f"run.resources.{stage}.template: {shown(str(file), limit=200)} does not exist; name the"
-                    f" template of {executor}, or run in the project's folder"
+                    f" template of {executor}"
                 )
 
 

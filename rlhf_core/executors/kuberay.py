@@ -23,6 +23,7 @@ from kubernetes.config.config_exception import ConfigException
 
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import TEMPLATES, Job, JobState, JobStatus
+from rlhf_core.system.shipped import shipped
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -166,7 +167,7 @@ def _current_namespace() -> str:
 
 def load_template(job: Job) -> dict[str, Any]:
     """Return the template of `job`. Raises ConfigError if it is no RayJob with a cluster of its own."""
-    file = Path(job.resources.template or TEMPLATES["kuberay"])
+    file = shipped(job.resources.template or TEMPLATES["kuberay"])
     field = f"run.resources.{job.stage}.template"
     try:
         loaded: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import TEMPLATES, Job, JobState, JobStatus
+from rlhf_core.system.shipped import shipped
 
 _COMMAND_SECONDS = 60.0
 _LOG_BYTES = 2**16
@@ -65,7 +66,7 @@ class SlurmJobs:
         if self.status(job.name).state != "missing":
             return
         resources = job.resources
-        script = Path(resources.template or TEMPLATES["slurm"])
+        script = shipped(resources.template or TEMPLATES["slurm"])
         if not script.is_file():
             raise ConfigError(
                 f"run.resources.{job.stage}.template: must be a batch script; {script} does not exist;"

@@ -119,18 +119,7 @@ def reuse_or_check(
         start: The first stage of the run.
         until: Its last stage.
     """
-    checked = _remembered(path, overrides)
-    return checked or load_and_check(path, overrides, retry_store=retry_store, start=start, until=until)
-
-
-def reuse_or_load(path: str, overrides: Sequence[str]) -> PipelineConfig:
-    """Return the configuration that `remember_check` has kept for these arguments, otherwise load it."""
-    checked = _remembered(path, overrides)
-    return load_config(path, overrides) if checked is None else checked.config
-
-
-def _remembered(path: str, overrides: Sequence[str]) -> CheckedConfig | None:
     checked = _CHECKED.get()
     if checked is not None and (checked.path, checked.overrides) == (path, tuple(overrides)):
         return checked
-    return None
+    return load_and_check(path, overrides, retry_store=retry_store, start=start, until=until)

@@ -35,6 +35,24 @@ class Display(Protocol):
     def run_finished(self, summary: dict[str, Any]) -> None: ...
 
 
+class Pace:
+    """The time left of each task, which follows from the steps after its first report: a stage that continues
+    begins at a later step.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[float, int]] = {}
+        """Time and steps of the first report of each task."""
+
+    def left(self, event: dict[str, Any]) -> float | None:
+        """Return the seconds that the task of a progress event still needs; None if unknown."""
+        now, done, total = time.monotonic(), event["done"], event["total"]
+        first_time, first_done = self._first.setdefault(event["task"], (now, done))
+        if not total or not first_done < done < total:
+            return None
+        return float((now - first_time) / (done - first_done) * (total - done))
+
+
 class Lines:
     """Log lines: one at the start and end of a stage, few in between."""
 
@@ -42,13 +60,10 @@ class Lines:
         self._seconds = seconds
         self.summary: dict[str, Any] | None = None
         """Summary of the run, once all its stages have finished."""
-        self._first: dict[str, tuple[float, int]] = {}
-        """Time and steps of the first report of each task."""
         self._logged: dict[str, float] = {}
 
     def started(self, stage: str, log_file: str) -> None:
         # The same object shows further runs of this process: their tasks have the same names.
-        self._first.clear()
         self._logged.clear()
         log.info("%s: running, log %s", stage, log_file)
 
@@ -61,17 +76,11 @@ class Lines:
             return
         now = time.monotonic()
         task, done, total = event["task"], event["done"], event["total"]
-        # A stage that continues begins at a later step. The time left follows from the steps after it.
-        first_time, first_done = self._first.setdefault(task, (now, done))
         if done < total and task in self._logged and now - self._logged[task] < self._seconds:
             return
         self._logged[task] = now
         numbers = headline("", event.get("metrics") or {})
-        left = (
-            f", {duration((now - first_time) / (done - first_done) * (total - done))} left"
-            if first_done < done < total
-            else ""
-        )
+        left = "" if event.get("left") is None else f", {duration(event['left'])} left"
         log.info(
             "%s: %d/%d %s%s%s", task, done, total, event["unit"], left, f"  {numbers}" if numbers else ""
         )

@@ -57,6 +57,8 @@ from rlhf_core.types import ArtifactRef, artifact_prefix
 
 log = logging.getLogger(__name__)
 
+PROGRESS_SECONDS = 5.0
+"""Progress is recorded at most this often."""
 _MAX_TAG_LENGTH = 4500
 """MLflow allows 5000 characters."""
 
@@ -105,6 +107,8 @@ class PipelineRun:
         self.current_stage: dict[str, str] = {}
         """`stage` and `log` of the stage that is being made."""
         self.next_stage = NextStage()
+        self._progress_recorded = -PROGRESS_SECONDS
+        """When progress was last recorded, by the monotonic clock."""
 
     @property
     def folder(self) -> Path:
@@ -228,6 +232,13 @@ class PipelineRun:
             self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
         self.current_stage = {"stage": stage, "log": str(log_file)}
         self.save_state("running")
+
+    def record_progress(self, stage: StageName, event: Mapping[str, Any]) -> None:
+        """Record a progress event of `stage` with the time left, for `rlhf status`, every few seconds."""
+        now = time.monotonic()
+        if now - self._progress_recorded >= PROGRESS_SECONDS:
+            self._progress_recorded = now
+            write_json(self.home.progress(self.name), {**event, "stage": stage, "metrics": None})
 
     def record_result(self, stage: StageName, record: StageRecord) -> None:
         """Record the outcome of a stage, also for `rlhf status`."""

@@ -23,7 +23,7 @@ from rlhf_core.executors.environment import stage_environment
 from rlhf_core.executors.follow import open_scheduler, run_remote
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.display import current_display
+from rlhf_core.run.display import Pace, current_display
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import RetryPolicy, retry_with
 from rlhf_core.stages.gates import check_gate
@@ -78,8 +78,13 @@ def get_or_run_stage(
         run.record_start(stage, log_file)
         failpoint("flow.stage")
 
+        pace = Pace()
+
         def dispatch(event: dict[str, Any]) -> None:
             seen.add(event["event"])
+            if event["event"] == "progress":
+                event["left"] = pace.left(event)
+                run.record_progress(stage, event)
             for kind in ("guard", "advice"):
                 if event["event"] == "warning" and kind in event:
                     run.tag_message(f"{kind}.{event[kind]}", event["message"])

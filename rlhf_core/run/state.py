@@ -35,7 +35,7 @@ def describe_runs(home: Home) -> list[str]:
         run = read_state(file)
         if run is None:
             continue
-        lines += _describe_run(file.parent.name, run)
+        lines += _describe_run(file.parent.name, run, read_json(home.progress(file.parent.name)) or {})
         shown += 1
         if shown == _MAX_RUNS:
             break
@@ -112,7 +112,7 @@ def _changed(file: Path) -> float:
         return 0.0
 
 
-def _describe_run(name: str, run: dict[str, Any]) -> list[str]:
+def _describe_run(name: str, run: dict[str, Any], progress: dict[str, Any]) -> list[str]:
     state, stage = run["state"], run.get("making")
     # A killed process could not write its end. On another host its state is unknown (None).
     if state == "running" and is_unfinished(run):
@@ -129,10 +129,18 @@ def _describe_run(name: str, run: dict[str, Any]) -> list[str]:
     ]
     if stage:
         when = f"now, for {passed}" if is_running else "was at"
-        lines.append(f"    {when}: {stage['stage']}, log {stage['log']}")
+        done = _describe_progress(progress) if is_running and progress.get("stage") == stage["stage"] else ""
+        lines.append(f"    {when}: {stage['stage']}{done}, log {stage['log']}")
     if run.get("error"):
         lines.append(f"    {run['error'][:300]}")
     return lines
+
+
+def _describe_progress(progress: Mapping[str, Any]) -> str:
+    """Return `, sft 45 % (9 of 20 steps), 3 min left`."""
+    done, total, left = progress["done"], progress["total"], progress["left"]
+    text = f", {progress['task']} {100 * done / max(1, total):.0f} % ({done} of {total} {progress['unit']})"
+    return text if left is None else f"{text}, {duration(left)} left"
 
 
 def _is_digest(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """Paths below `run.home`, in one place.
 
 home/
-├── runs/<run>/              run.json (state, for `rlhf status`), summary.json; tune/ during `rlhf tune`
+├── runs/<run>/              run.json and progress.json (for `rlhf status`), summary.json; tune/ during
+│                            `rlhf tune`
 ├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
 ├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see held_folders.py
 ├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
@@ -20,6 +21,7 @@ home/
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +44,15 @@ def home_problem(folder: Path, *, writable: bool = True) -> str | None:
             f"its absolute path has {' and '.join(signs)}, which have a special meaning in URLs of databases"
         )
     return None
+
+
+HOME_OF_RUNS = "RLHF_HOME"
+"""The variable with the home of all commands that get neither `--home` nor an override of `run.home`."""
+
+
+def default_home() -> str:
+    """Return the folder of commands without a configuration: RLHF_HOME, else `.rlhf`."""
+    return os.environ.get(HOME_OF_RUNS) or ".rlhf"
 
 
 _MAY_BE_LINKS = ("work", "journal", "cache", "outbox", "parts")
@@ -144,6 +155,10 @@ class Home:
     def run(self, name: str) -> Path:
         """Return the folder of the run `name`."""
         return self.runs / name
+
+    def progress(self, name: str) -> Path:
+        """Return the file with the progress of the stage that the run `name` makes."""
+        return self.run(name) / "progress.json"
 
     def run_states(self) -> Iterator[Path]:
         """Yield the `run.json` of every run."""

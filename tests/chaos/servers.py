@@ -79,18 +79,20 @@ class Servers:
         for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
             self._environment.pop(name, None)
 
-    def up(self) -> None:
-        self._rlhf("up")
+    def up(self, *options: str) -> str:
+        """Type `rlhf up`, and return what it prints."""
+        return self._rlhf("up", *options)
 
     def down(self) -> None:
         self._rlhf("down")
 
-    def _rlhf(self, command: str) -> None:
-        line = [sys.executable, "-m", "rlhf_cli.main", command, "--home", str(self.home)]
+    def _rlhf(self, command: str, *options: str) -> str:
+        line = [sys.executable, "-m", "rlhf_cli.main", command, "--home", str(self.home), *options]
         done = subprocess.run(
             line, env=self._environment, capture_output=True, text=True, timeout=400, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     @property
     def state(self) -> dict[str, Any]:

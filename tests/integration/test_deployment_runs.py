@@ -4,7 +4,7 @@ MLflow and worker.
 On SQLite, and in the slow set on PostgreSQL.
 
 - a killed flow run is running again within 30 s and completes; its tags name configuration, seed and pipeline
-- progress, reports and links exist as artifacts; the form has types and descriptions; the schedule is off
+- progress, reports and links exist as artifacts; the form has types and descriptions; there is no schedule
 - the MLflow run has the id of the flow run, and no process is left after `rlhf down`
 - a change of the champion does not wait for the end of a pipeline; another pipeline does
 - a restart of Prefect's server does not end a running flow: its lease can still be renewed
@@ -75,6 +75,7 @@ def _kill_running_flow(servers: Servers, home: Path, trace: Path) -> None:
     run = servers.run(name)
     assert run is not None and run["state_type"] == "COMPLETED", run
     assert run["run_count"] == 2
+    assert Home.of(home).run(run["name"]).is_dir(), "the flow run has the name of the pipeline"
     assert {"auto-recover", "tiny", "seed=0"} < set(run["tags"])
     artifacts = {artifact["key"] for artifact in servers.ask("/artifacts/filter", {"limit": 100})}
     assert {
@@ -119,7 +120,7 @@ def _cancel_running_flow(servers: Servers, home: Path, trace: Path) -> None:
 
 def _change_the_champion(servers: Servers) -> None:
     """While a pipeline runs."""
-    waiting = servers.start("weekly", {"config": str(CONFIG)})
+    waiting = servers.start("rounds", {"config": str(CONFIG)})
     rollback = servers.start("rollback", {"model": "no-such-model", "reason": "too many words"})
     assert servers.wait_for_end(rollback, 120), servers.run(rollback)
     run, other = servers.run(rollback), servers.run(waiting)

@@ -1,5 +1,5 @@
-"""Retraining by new data under `rlhf up`: the deployments `on-new-data`, `promote` and `rollback`, with the
-real Prefect, MLflow and worker.
+"""Retraining by new data under `rlhf up`: a deployment that looks often, and `promote` and `rollback`, with
+the real Prefect, MLflow and worker.
 
 - the first look runs the pipeline and registers version 1, the next one finds nothing new
 - fewer new rows than `min_new_rows` start nothing, enough new rows register version 2
@@ -41,18 +41,14 @@ def add_rows(file: Path, rows: range, text: str) -> None:
 
 
 class Polls:
-    """The runs of `on-new-data` on a schedule."""
+    """The runs of the deployment `on-new-data` on a schedule."""
 
     def __init__(self, servers: Servers, overrides: list[str]) -> None:
         self._servers = servers
+        options = ("--config", str(CONFIG), "--name", "on-new-data", "--if-changed")
+        servers.up(*options, "--param", "min_new_rows=3", *overrides)
         self._deployment = servers.deployment("on-new-data")
-        parameters = {
-            "config": str(CONFIG),
-            "overrides": overrides,
-            "min_new_rows": 3,
-            "min_pause_hours": 0,
-        }
-        schedule = {"active": True, "schedule": {"interval": SECONDS}, "parameters": parameters}
+        schedule = {"active": True, "schedule": {"interval": SECONDS}}
         servers.ask(f"/deployments/{self._deployment['id']}/schedules", [schedule])
 
     def ended(self) -> list[dict[str, Any]]:
@@ -109,7 +105,6 @@ def test_new_data_retrain_and_a_champion_is_taken_back(tmp_path: Path, summary_l
     trace.mkdir()
     add_rows(rows, range(3), "Tell me about fox")
     overrides = [
-        f"run.home={home}",
         f"data.sft=[{{path: synthetic}}, {{path: {rows}}}]",
         "drift={warn: {vocabulary: 0.15}, stop: {vocabulary: 0.15}}",
     ]

@@ -1,7 +1,7 @@
 """Retraining on a schedule, and a run of the deployment up to the registry, with the real Prefect, MLflow and
 worker.
 
-- an active schedule starts runs of the `weekly` deployment
+- an active schedule starts runs of a deployment that `rlhf up --config --if-changed` has created
 - the first runs the whole pipeline and registers a model
 - the next one, with unchanged data, trains nothing and ends as `Unchanged`
 - after a row is added to a data file, the next one runs the pipeline again and registers a second version
@@ -68,17 +68,13 @@ def test_schedule_retrains_when_the_data_have_changed(tmp_path: Path, summary_li
     trace.mkdir()
     for row in range(3):
         add_row(rows, row)
-    overrides = [f"run.home={home}", f"data.sft=[{{path: synthetic}}, {{path: {rows}}}]"]
+    overrides = [f"data.sft=[{{path: synthetic}}, {{path: {rows}}}]"]
     servers = Servers(home, trace)
-    servers.up()
+    servers.up("--config", str(CONFIG), "--name", "weekly", "--if-changed", *overrides)
     try:
         deployment = servers.deployment("weekly")
-        assert [schedule["active"] for schedule in deployment["schedules"]] == [False]
-        schedule = {
-            "active": True,
-            "schedule": {"interval": SECONDS},
-            "parameters": {"config": str(CONFIG), "overrides": overrides},
-        }
+        assert deployment["schedules"] == []
+        schedule = {"active": True, "schedule": {"interval": SECONDS}}
         (activated,) = servers.ask(f"/deployments/{deployment['id']}/schedules", [schedule])
 
         def runs() -> list[dict[str, Any]]:
@@ -107,7 +103,7 @@ def test_schedule_retrains_when_the_data_have_changed(tmp_path: Path, summary_li
         assert names.count("Completed") == 2 and set(names) == {"Completed", "Unchanged"}
         summary_lines.append(f"scheduled every {SECONDS} s: {', '.join(names)}")
 
-        name = servers.deploy(overrides[1], until="register")
+        name = servers.deploy(overrides[0], until="register")
         assert servers.wait_for_end(name, 300)
         run = servers.run(name)
         assert run is not None and run["state_type"] == "COMPLETED", run

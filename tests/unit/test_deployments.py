@@ -398,8 +398,7 @@ def test_the_deployment_for_kubernetes_loads(monkeypatch: pytest.MonkeyPatch) ->
     from flows.rlhf import rlhf
 
     [deployment] = load(KUBERNETES_FILES / "prefect.yaml")["deployments"]
-    file, _, name = deployment["entrypoint"].partition(":")
-    assert (ROOT / file).is_file() and name == "rlhf"
+    assert deployment["entrypoint"] == f"{rlhf.fn.__module__}.{rlhf.fn.__name__}"
     parameters = deployment["parameters"]
     assert set(parameters) <= set(inspect.signature(rlhf.fn).parameters)
     monkeypatch.chdir(ROOT)

@@ -3,13 +3,14 @@
     rlhf run    `EmbeddedPrefect`: ends with the command; files in {home}/prefect, password only in memory
     rlhf up     the supervisor's server: files in {home}/servers/prefect, password in {home}/servers/login
 
-Prefect calls the password an auth string. Its clients read it from PREFECT_API_AUTH_STRING. Its UI asks for
-it once and stores it in the browser.
+Prefect calls the password an auth string. Its clients read it from PREFECT_API_AUTH_STRING. Its UI stores it
+in the browser: `login_link` does so, or the UI asks for it once.
 """
 
 from __future__ import annotations
 
 import atexit
+import base64
 import os
 import re
 import secrets
@@ -34,6 +35,15 @@ from rlhf_core.system.processes import free_port
 
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 """Prefect's names for the address of its database. The first one has priority."""
+LOGIN_PATH = "/rlhf-login"
+"""The page that logs a browser in (`flows.application`)."""
+FLOW_SETTINGS = {
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "5",  # each batch locks the database
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,rlhf_core",
+}
+"""Settings of flows whose runs the server of `rlhf up` shows."""
 START_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _AUTH_STRING = re.compile(r"rlhf:[\w-]{20,}")
@@ -96,6 +106,16 @@ def read_auth_string(home: Home) -> str | None:
     except (OSError, ValueError):
         return None
     return text if _AUTH_STRING.fullmatch(text) else None
+
+
+def login_link(url: str, auth: str) -> str:
+    """Return the address that logs a browser in. It contains the password.
+
+    Args:
+        url: Address of Prefect's API.
+        auth: The password.
+    """
+    return f"{url.removesuffix('/api')}{LOGIN_PATH}#{base64.b64encode(auth.encode()).decode()}"
 
 
 def ensure_auth_string(home: Home) -> str:

@@ -10,6 +10,7 @@ names this flow run?
     CANCELLING for over 30 s, no process          -> CANCELLED
     CANCELLING, with a process for over 90 s      -> SIGTERM to the process
     lost `MAX_LOSSES` times in a row              -> FAILED, with the reason
+    RUNNING, of a command (`rlhf run`) that ended -> CRASHED: the same command begins another flow run
     Late, and a later run of its schedule is Late -> CANCELLED: while a pipeline runs, the schedule of a
                                                      deployment would queue hundreds of runs
 
@@ -20,14 +21,15 @@ runs to its end.
 A run that has continued for ten minutes resets the count of losses, because a run of several days may be lost
 often. The count is read from the server's history of the run, so it survives a restart of this process.
 
-Only runs with the tag `auto-recover` are changed, and only runs of the worker on this machine: Prefect labels
-a run with the name of its worker before it starts the run's process. The processes of other workers may be on
-other hosts, where the reconciler cannot see them.
+Of other runs, only those with the tag `auto-recover` are changed, and only runs of the worker on this
+machine: Prefect labels a run with the name of its worker before it starts the run's process. The processes of
+other workers may be on other hosts, where the reconciler cannot see them.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import signal
 import time
@@ -37,11 +39,15 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from rlhf_core.system.local_http import get, post
-from rlhf_core.system.processes import ProcessId, processes_with_env
+from rlhf_core.system.processes import ProcessId, RecordedProcess, processes_with_env
 
 log = logging.getLogger(__name__)
 
 TAG = "auto-recover"
+COMMAND_TAG = "command-line"
+"""Tag of the flow runs of commands."""
+PROCESS_LABEL = "rlhf.process"
+"""Label of these runs: the fields of a `RecordedProcess` as JSON."""
 WORKER_LABEL = "prefect.worker.name"
 """Set by Prefect's worker on each run that it starts."""
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
@@ -159,6 +165,7 @@ class Reconciler:
         """
         try:
             self._cancel_overtaken()
+            self._end_commands()
             runs = [run for run in self._active_runs() if self._is_own(run)]
         except _REQUEST_ERRORS as error:
             log.debug("poll skipped: %s", error)
@@ -262,6 +269,16 @@ class Reconciler:
                 self._set_state(run["id"], "CANCELLED", "Cancelled", "a later run of its schedule is due")
             else:
                 kept.append(schedule)
+
+    def _end_commands(self) -> None:
+        """Set the runs of killed commands to CRASHED."""
+        running = {"type": {"any_": ["RUNNING"]}}
+        body = {"flow_runs": {"tags": {"all_": [COMMAND_TAG]}, "state": running}, "limit": 50}
+        for run in self._post("/flow_runs/filter", body):
+            label = (run.get("labels") or {}).get(PROCESS_LABEL)
+            if label is not None and RecordedProcess(*json.loads(label)).alive() is False:
+                message = "its process is gone; the same command continues from the last checkpoint"
+                self._set_state(run["id"], "CRASHED", "Crashed", message)
 
     def _history(self, run_id: str) -> list[tuple[datetime, str]]:
         states = get(f"{self._api}/flow_run_states/?flow_run_id={run_id}", auth=self._auth)

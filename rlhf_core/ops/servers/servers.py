@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,17 +23,22 @@ from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.executors.environment import past_proxies
 from rlhf_core.ops.servers.external import external_mlflow_uri, external_prefect_url, prefect_responds
-from rlhf_core.ops.servers.prefect_server import external_database_url, read_auth_string
+from rlhf_core.ops.servers.prefect_server import (
+    FLOW_SETTINGS,
+    external_database_url,
+    login_link,
+    read_auth_string,
+    server_environment,
+)
 from rlhf_core.ops.servers.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
 from rlhf_core.run.state import describe_runs
 from rlhf_core.system.files import read_json, write_json
-from rlhf_core.system.home import Home
+from rlhf_core.system.home import HOME_OF_RUNS, Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.local_http import responds
 from rlhf_core.system.processes import ProcessId, processes_with_env, stop, wait_gone
 from rlhf_core.tracking.database import ui_command
 
-DEPLOYMENTS = Path("deployments/prefect.yaml")
 HOME_VARIABLE = "RLHF_SERVERS"
 """The home folder, in the environment of every process that `up` starts, flow runs and stages included."""
 READY_SECONDS = 120.0
@@ -83,18 +89,16 @@ class ServersState(BaseModel):
         write_json(home.servers_state, self.model_dump())
 
 
-def up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
+def up(home: Home, credentials: Callable[[], Mapping[str, str]], *, runs_in_home: bool = False) -> str:
     """Start the servers for `home` and return the text for the user.
 
     Args:
         home: Folder for logs and databases.
         credentials: Returns the headers of a request to the server of PREFECT_API_URL.
+        runs_in_home: Whether `home` is `run.home` of the runs of all deployments.
 
-    Raises InputError if they are running already, or the project's files are missing, and StageFailed if they
-    do not start.
+    Raises InputError if they are running already, and StageFailed if they do not start.
     """
-    if not DEPLOYMENTS.is_file():
-        raise InputError(f"{DEPLOYMENTS} is not in {Path.cwd()}; type `rlhf up` in the project's folder")
     home.servers.mkdir(parents=True, exist_ok=True)
     lock = (home.servers / "up.lock").open("w")  # held until this function returns
     try:
@@ -118,9 +122,12 @@ def up(home: Home, credentials: Callable[[], Mapping[str, str]]) -> str:
             " `rlhf up` starts one"
         )
     _stop_remaining(home)
+    environment = {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)}
+    if runs_in_home:
+        environment[HOME_OF_RUNS] = str(home.path)
     supervisor = launch(
         [*python_module("rlhf_core.ops.servers.supervisor"), str(home.path)],
-        {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)},
+        environment,
         log_file=home.supervisor_log,
     )
     return _describe_start(home, _wait_until_ready(home, supervisor))
@@ -153,7 +160,7 @@ def _wait_until_ready(home: Home, supervisor: subprocess.Popen[bytes]) -> Server
 def _describe_start(home: Home, state: ServersState) -> str:
     lines = [f"Prefect  {state.prefect.removesuffix('/api')}"]
     if "prefect" in state.servers:
-        lines.append(f"         its UI asks for a password once: the line in {home.servers_login}")
+        lines.append(f"         {_describe_login(home, state)}")
     else:
         lines.append("         (the server of PREFECT_API_URL; lost runs are not restarted automatically)")
     lines.append(f"MLflow   {state.mlflow}")
@@ -161,11 +168,41 @@ def _describe_start(home: Home, state: ServersState) -> str:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
     lines.append(f"logs     {home.servers}")
     # The project's prefect.toml refers to the profiles of the default home.
-    if "prefect" in state.servers and home.path != Home.of(".rlhf").path:
+    is_found = Path("prefect.toml").exists() and home.path == Home.of(".rlhf").path
+    if "prefect" in state.servers and not is_found:
         lines.append(f"next     export PREFECT_PROFILES_PATH={shlex.quote(str(home.prefect_profiles))}")
     prefect = shlex.quote(str(Path(sys.executable).parent / "prefect"))
     lines.append(f"next     {prefect} deployment run rlhf/full-pipeline --param ppo_steps=5")
     return "\n".join(lines)
+
+
+def _describe_login(home: Home, state: ServersState) -> str:
+    auth = read_auth_string(home)
+    if auth is None or not sys.stdout.isatty():  # other output may be logged
+        return f"its UI asks for a password once: the line in {home.servers_login}"
+    return f"open {login_link(state.prefect, auth)}"
+
+
+def are_up(home: Home) -> bool:
+    """Return whether the servers of `home` are ready."""
+    state = ServersState.read(home)
+    return state is not None and state.status == "ready" and supervisor_of(home) is not None
+
+
+def use_servers(home: Home) -> None:
+    """Have Prefect's clients of this process use the server of `up` for `home`, if it is up and the
+    environment names no other one.
+
+    Call this function before Prefect reads its settings.
+    """
+    state, auth = ServersState.read(home), read_auth_string(home)
+    if os.environ.get("PREFECT_API_URL") or state is None or not are_up(home):
+        return
+    if "prefect" not in state.servers:
+        os.environ["PREFECT_API_URL"] = state.prefect
+    elif auth is not None:
+        port = urlsplit(state.prefect).port or 0
+        os.environ.update(FLOW_SETTINGS | server_environment(home.servers / "prefect", auth, port))
 
 
 def use_auth_string(home: Home, url: str) -> None:
@@ -227,7 +264,7 @@ def _describe_servers(home: Home) -> list[str]:
     answer = "up" if worker and worker.pid else "down"
     lines.append(f"  {'worker':<8} {answer:<10} {_restarts(state, 'worker')}")
     if "prefect" in state.servers:
-        lines.append(f"  password of Prefect's UI: the line in {home.servers_login}")
+        lines.append(f"  {_describe_login(home, state)}")
     return lines
 
 

@@ -36,6 +36,7 @@ from rlhf_core.executors.environment import past_proxies
 from rlhf_core.logs import rotate_logs
 from rlhf_core.ops.servers.prefect_server import (
     DATABASE_VARIABLES,
+    FLOW_SETTINGS,
     ensure_auth_string,
     external_database_url,
     server_command,
@@ -43,7 +44,6 @@ from rlhf_core.ops.servers.prefect_server import (
 )
 from rlhf_core.ops.servers.reconcile import FLOW_STOP_SECONDS, Reconciler
 from rlhf_core.ops.servers.servers import (
-    DEPLOYMENTS,
     HOME_VARIABLE,
     READY_SECONDS,
     ServersState,
@@ -57,6 +57,7 @@ from rlhf_core.system.home import Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
 from rlhf_core.system.local_http import patch, responds
 from rlhf_core.system.processes import ProcessId, free_port, stop
+from rlhf_core.system.shipped import shipped
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +109,7 @@ class Supervisor:
             **past_proxies(),
             HOME_VARIABLE: str(self._home.path),
             "MLFLOW_TRACKING_URI": self.mlflow_url,
-            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-            "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "5",  # each batch locks the database
-            "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,rlhf_core",
+            **FLOW_SETTINGS,
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PYTHONUNBUFFERED": "1",
         }
@@ -229,7 +228,7 @@ class Supervisor:
             # The worker creates the pool with its queue. A deployment cannot be created before.
             self._await(f"the queue {QUEUE}", "worker", self._limit_queue)
         if not self.stopping:
-            deploy = [*python_module("flows.deploy"), str(DEPLOYMENTS)]
+            deploy = [*python_module("flows.deploy"), str(shipped("deployments/prefect.yaml"))]
             self._call(deploy, "deploy.log", self.environment)
         if "mlflow" in self.servers:
             self._await("MLflow's server", "mlflow", lambda: self._serves("mlflow", self.mlflow_url))

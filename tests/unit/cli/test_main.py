@@ -207,3 +207,18 @@ def test_plan_ends_with_code_0_if_its_output_pipe_is_closed() -> None:
         plan.stdout.close()
         assert plan.wait(60) == 0, plan.stderr.read()
         assert plan.stderr.read() == b""
+
+
+def test_home_of_a_command_with_a_configuration_is_short_for_run_home() -> None:
+    given = cli._parse(["run", "my.yaml", "run.seed=1", "--home", "1e3", "ppo.steps=2"])
+    assert given.overrides == ['run.home="1e3"', "run.seed=1", "ppo.steps=2"]
+    assert cli._parse(["run", "my.yaml"]).overrides == []
+
+
+@pytest.mark.parametrize("option", [["--schedule", "0 2 * * 0"], ["--name", "a"], ["run.seed=1"]])
+def test_a_deployment_needs_a_configuration(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["up", "--home", str(tmp_path / "home"), *option]) == 2
+    assert "error: --config: the deployment needs a configuration" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()

@@ -40,14 +40,19 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
     home = Home.of(tmp_path)
     for name, content in {"no.json": {}, **states}.items():
         write_json(home.run(name) / "run.json", content)
+    for name, stage in (("lives", "sft"), ("killed", "sft"), ("failed", "data")):
+        task = {"task": "sft", "done": 9, "total": 20, "unit": "steps", "left": 150.0}
+        write_json(home.progress(name), {**task, "stage": stage})
     text = status(home)
     assert text.replace("\n", "").isprintable() and "owned" in text
     assert "no.json" not in text
     assert "elsewhere: running, " in text
     assert re.search(
-        r"lives: running, config a\.yaml\n    finished: data 7\.0 s\n    now, for \d.*: sft, log /logs/", text
+        r"lives: running, config a\.yaml\n    finished: data 7\.0 s\n    now, for \d.*: sft,"
+        r" sft 45 % \(9 of 20 steps\), 2 min 30 s left, log /logs/",
+        text,
     )
-    assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, ", text)
+    assert re.search(r"killed: killed; the same command continues it, .*\n.*\n    was at: sft, log ", text)
     assert re.search(r"failed: failed, .*\n.*\n    was at: sft, .*\n    WorkerDied: rank 1", text)
 
 

@@ -258,3 +258,15 @@ def test_written_text_stays_text(text: str) -> None:
 def test_written_numbers_stay_numbers() -> None:
     tree: dict[str, Any] = {"a": [0, -3, 1e-05, 1e300, 0.1, True, None, {}], "b": {"1e3": "1e3", "é": "é"}}
     assert parse(dump(tree).encode(), "c.yaml").tree == tree
+
+
+def test_rlhf_home_is_the_home_unless_an_override_names_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("run: {home: /of/the/file}\n")
+    monkeypatch.setenv("RLHF_HOME", "/1e3: {")
+    assert load_config(file).run.home == "/1e3: {"
+    assert load_config(file, ["run.home=/given"]).run.home == "/given"
+    monkeypatch.delenv("RLHF_HOME")
+    assert load_config(file).run.home == "/of/the/file"

@@ -2,12 +2,14 @@
 
 - Prefect's scheduler inserts its flow runs under the locked SQLAlchemy. The test only calls the function that
   SQLAlchemy calls; `tests/integration/test_scheduled.py` tests that a schedule starts runs
+- the login page stores the password under the key of Prefect's UI
 - MLflow finds its application by name and refuses requests of pages from other ports and for other hosts
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -51,6 +53,23 @@ def test_mlflow_server_accepts_only_its_own_pages(headers: dict[str, str], statu
             return (await client.get("/health", headers=headers)).status_code
 
     assert asyncio.run(get_status()) == status
+
+
+def test_login_page_stores_the_password_where_the_ui_looks_for_it() -> None:
+    import httpx
+    import prefect
+
+    transport = httpx.ASGITransport(app=application.create_app())
+
+    async def get_page() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:4200") as client:
+            return await client.get("/rlhf-login")
+
+    page = asyncio.run(get_page())
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    [key] = re.findall(r'setItem\("([^"]+)", location\.hash', page.text)
+    scripts = (prefect.__ui_static_path__ / "assets").glob("*.js")
+    assert any(f"localStorage.getItem(`{key}`)" in file.read_text(encoding="utf-8") for file in scripts)
 
 
 @pytest.mark.parametrize("password", [None, "", "secret", "rlhf:", ":secret"])

@@ -1,6 +1,7 @@
 """Notifications by Prefect's own blocks.
 
 - without RLHF_NOTIFY nothing is sent; with it, one message for each end, sent by a real block of Prefect
+- a policy that is promoted or refused is an event
 - a block that fails does not fail the run
 """
 
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect.events.clients import AssertingEventsClient
+from prefect.events.worker import EventsWorker
 
 from flows import champion
 from flows.notify import notify, notify_failure, notify_result
@@ -44,6 +47,20 @@ def test_each_end_is_one_message(api: PrefectApi) -> None:
         ("demo-seed0-a1 failed", "StageFailed: ppo"),
         ("demo-seed0-a1 drifted", "DataDrifted: vocabulary 0.4"),
     ]
+
+
+def test_ends_of_policies_are_events_for_automations(api: PrefectApi) -> None:
+    EventsWorker.set_client_override(AssertingEventsClient)
+    notify_result(SUMMARY)
+    notify_result({**SUMMARY, "registration": {**SUMMARY["registration"], "champion": False}})
+    notify_result({**SUMMARY, "stages": {"register": {"reused": True}}})
+    EventsWorker.instance().drain()
+    assert AssertingEventsClient.last is not None
+    sent = AssertingEventsClient.last.events
+    events = [event for event in sent if event.event.startswith("rlhf.")]
+    assert [event.event for event in events] == ["rlhf.policy.promoted", "rlhf.policy.refused"]
+    assert {event.resource.id for event in events} == {"rlhf.model.demo-policy"}
+    assert events[0].payload == {"version": "3", "reason": "it won 0.6"}
 
 
 @pytest.mark.parametrize("flow", [champion.rollback, champion.promote, rlhf])

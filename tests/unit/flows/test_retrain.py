@@ -2,7 +2,6 @@
 
 - without a record of the start, nothing is trained
 - a poll that fails is a notification
-- without a configuration, nothing is trained, and the message says where to set it
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import runtime
 from prefect.client.schemas.objects import StateType
 
 from flows.notify import notify_failure
 from flows.retrain import retrain, retrain_if_due
-from flows.rlhf import run_name
 from rlhf_core.config.load import load_config
-from rlhf_core.errors import DataError, InputError
+from rlhf_core.errors import DataError
 from rlhf_core.ops.retraining import Retraining
 from rlhf_core.tracking.champions import WEIGHTS
 from tests.support.prefect_api import PrefectApi
@@ -103,16 +100,3 @@ def test_a_check_that_fails_sends_a_notification(
     assert subject == "demo-seed0-a1 failed"
     assert body.startswith("DataError: ") and f"{tmp_path}/rows.jsonl" in body
     assert retrain.on_crashed_hooks == [notify_failure]
-
-
-def test_a_schedule_without_a_configuration_does_not_train_the_demo(
-    api: PrefectApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(
-        InputError, match=r"set this parameter to your YAML file on the page of the deployment"
-    ):
-        retrain.fn()
-    [(subject, body)] = api.messages
-    assert subject == "demo-seed0-a1 failed" and body.startswith("InputError: config: the deployment has no")
-    monkeypatch.setitem(runtime.flow_run.__dict__, "parameters", {"config": None})
-    assert run_name().startswith("no-config-")

@@ -8,6 +8,7 @@
 - a cancelled run is never resumed
 - a flow is killed only after the time that it gives a job of a cluster to stop
 - only runs of this machine's worker are changed
+- a run of a command whose process was killed is set to CRASHED
 - of the late runs of a schedule, only the newest is kept; those that a person has started are kept
 - a server that does not respond, or not completely, changes nothing; if it refuses to change one run, the
   others are still resumed
@@ -36,6 +37,7 @@ from rlhf_core.ops.servers.reconcile import (
     FLOW_STOP_SECONDS,
     MAX_LOSSES,
     MISSING_POLLS,
+    PROCESS_LABEL,
     STABLE_SECONDS,
     WORKER_LABEL,
     Reconciler,
@@ -43,7 +45,7 @@ from rlhf_core.ops.servers.reconcile import (
     decide,
     processes_of_flow_runs,
 )
-from rlhf_core.system.processes import ProcessId
+from rlhf_core.system.processes import ProcessId, RecordedProcess
 
 OWN = ProcessId(os.getpid(), 0.0)
 """A process that gets no signal, because its start time is wrong."""
@@ -197,6 +199,20 @@ def test_late_runs_of_a_schedule_do_not_pile_up(server: Server) -> None:
         server.runs[name] |= {**looks, **change}
     Reconciler(server.api, "here", find_processes=dict).poll()
     assert server.sets == [("older", "Cancelled"), ("oldest", "Cancelled")]
+
+
+def test_a_command_that_was_killed_is_shown_as_crashed(server: Server) -> None:
+    own = RecordedProcess.own()
+    processes = {
+        "alive": own,
+        "killed": own._replace(started=own.started - 9),
+        "elsewhere": own._replace(host="other"),
+    }
+    for name, process in processes.items():
+        server.add(name, "RUNNING", worker=None)
+        server.runs[name]["labels"] = {PROCESS_LABEL: json.dumps(process)}
+    Reconciler(server.api, "here", find_processes=dict).poll()
+    assert server.sets == [("killed", "Crashed")], "nothing else can start it again"
 
 
 def test_run_of_a_worker_on_another_host_is_never_changed(server: Server) -> None:

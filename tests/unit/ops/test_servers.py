@@ -2,11 +2,13 @@
 
 - a stale or damaged state file is not accepted as a running supervisor, and no foreign process is stopped
 - a process is stopped only if it has the home in its environment
-- `up` refuses a second supervisor, an unknown database, and a folder without the project
+- `up` refuses a second supervisor and an unknown database
+- commands use the server of `up` for their home, and a terminal shows the link that logs in
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -19,7 +21,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.ops.servers.servers import HOME_VARIABLE, down, status, supervisor_of, up
+from rlhf_core.ops.servers.prefect_server import ensure_auth_string
+from rlhf_core.ops.servers.servers import HOME_VARIABLE, down, status, supervisor_of, up, use_servers
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId
@@ -125,10 +128,51 @@ def test_up_refuses_a_database_other_than_postgresql(home: Home, monkeypatch: py
     assert "secret" not in refused.value.message
 
 
-def test_up_refuses_a_folder_without_the_project(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home.path)
-    with pytest.raises(InputError, match="project's folder"):
-        up(home, dict)
+def api() -> str:
+    return os.environ["PREFECT_API_URL"]
+
+
+def test_commands_use_the_server_of_up_for_their_home_while_it_is_up(
+    home: Home, monkeypatch: pytest.MonkeyPatch, supervisor: ProcessId
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "PREFECT_API_URL": ""})
+    prefect = {"prefect": {"pid": 1, "restarts": 0, "last_end": ""}}
+    home.servers.mkdir()
+    auth = ensure_auth_string(home)
+    write_json(home.servers_state, state_of(supervisor, status="starting", servers=prefect))
+    use_servers(home)
+    assert api() == ""
+    write_json(home.servers_state, state_of(supervisor, servers=prefect))
+    use_servers(Home.of("other"))
+    assert api() == ""
+    use_servers(home)
+    assert api() == "http://127.0.0.1:9/api"
+    assert os.environ["PREFECT_API_AUTH_STRING"] == auth
+    os.environ["PREFECT_API_URL"] = "https://mine.example/api"
+    use_servers(home)
+    assert api() == "https://mine.example/api", "the user's own server"
+
+
+def test_commands_use_the_external_server_of_up(
+    home: Home, monkeypatch: pytest.MonkeyPatch, supervisor: ProcessId
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "PREFECT_API_URL": ""})
+    write_json(home.servers_state, state_of(supervisor, prefect="https://prefect.example/api"))
+    use_servers(home)
+    assert api() == "https://prefect.example/api"
+
+
+def test_login_link_is_shown_on_a_terminal_only(
+    home: Home, monkeypatch: pytest.MonkeyPatch, supervisor: ProcessId
+) -> None:
+    prefect = {"prefect": {"pid": 1, "restarts": 0, "last_end": ""}}
+    write_json(home.servers_state, state_of(supervisor, servers=prefect))
+    auth = ensure_auth_string(home)
+    assert f"the line in {home.servers_login}" in status(home)
+    assert auth not in status(home)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    link = f"open http://127.0.0.1:9/rlhf-login#{base64.b64encode(auth.encode()).decode()}"
+    assert link in status(home)
 
 
 def test_down_without_servers_has_nothing_to_stop(home: Home) -> None:

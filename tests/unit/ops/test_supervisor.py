@@ -20,11 +20,12 @@ import pytest
 import yaml
 
 from rlhf_core.errors import StageFailed
-from rlhf_core.ops.servers.servers import DEPLOYMENTS, ServersState
+from rlhf_core.ops.servers.servers import ServersState
 from rlhf_core.ops.servers.supervisor import QUEUE, Supervisor
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import free_port
+from rlhf_core.system.shipped import shipped
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_one_pipeline_runs_at_a_time_and_the_champion_can_be_changed_meanwhile(
     assert prefect.changes == [("/api/work_pools/rlhf/queues/default", {"concurrency_limit": 1})]
     assert "--limit" not in own.servers["worker"].command, "it would count flow runs of all queues"
     queues = {}
-    for deployment in yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]:
+    for deployment in yaml.safe_load(shipped("deployments/prefect.yaml").read_text())["deployments"]:
         queues[deployment["name"]] = deployment["work_pool"].get("work_queue_name", QUEUE)
     assert {name for name, queue in queues.items() if queue != QUEUE} == {"rollback", "promote"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlhf_core.run.display import Bars, Lines
+from rlhf_core.run.display import Bars, Lines, Pace
 
 
 def _progress(task: str, done: int, total: int) -> dict[str, Any]:
@@ -57,17 +57,31 @@ def test_warnings_of_a_stage_are_shown(display: str, caplog: pytest.LogCaptureFi
     assert "[20 %] of the responses are empty" in file.getvalue() + caplog.text
 
 
-def test_progress_is_logged_rarely_and_with_the_time_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_rarely_and_with_the_time_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     caplog.set_level(logging.INFO, logger="rlhf_core.run.display")
-    lines = Lines(seconds=0.05)
+    lines = Lines(seconds=15.0)
     for done in range(1, 101):
         lines.event(
             "ppo",
-            {**_progress("ppo", done, 100), "metrics": {"kl": 1.5}},
+            {**_progress("ppo", done, 100), "metrics": {"kl": 1.5}, "left": 90.0 if 1 < done < 100 else None},
         )
-        time.sleep(0.002)
+        now[0] += 1.0
     messages = [record.getMessage() for record in caplog.records]
-    assert 3 <= len(messages) <= 11
+    assert len(messages) == 8  # steps 1, 16, 31, ... 91, and the last one
     assert messages[0] == "ppo: 1/100 steps  kl=1.5"
-    assert "s left  kl=1.5" in messages[1]
+    assert messages[1] == "ppo: 16/100 steps, 90.0 s left  kl=1.5"
     assert messages[-1] == "ppo: 100/100 steps  kl=1.5"
+
+
+def test_time_left_counts_the_steps_since_the_first_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace, now = Pace(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert pace.left(_progress("ppo", 40, 100)) is None, "a stage that continues after step 40"
+    now[0] += 30.0
+    assert pace.left(_progress("ppo", 50, 100)) == 150.0  # 3 s for each of 10 steps, 50 are left
+    assert pace.left(_progress("samples", 1, 8)) is None, "another task"
+    assert pace.left(_progress("ppo", 100, 100)) is None
