@@ -8,7 +8,6 @@ import math
 import os
 import resource
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -92,37 +91,28 @@ def memory_limit(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def ends_within(seconds: float, function: Callable[[], object], *, wall: float = 60.0) -> bool:
+def ends_within(seconds: float, function: Callable[[], object], *, wall: int = 60) -> bool:
     """Return whether `function` ends within the given processor time (whole seconds), tested in a forked
     process.
 
-    The fork is also killed after `wall` seconds of real time, because it may wait forever for a lock that
-    another thread held at the time of the fork. Results and exceptions of `function` do not reach this
-    process. A time limit in this process could not end a long operation inside C code. Returns True if the
-    process cannot be forked.
+    The kernel also ends the fork after `wall` seconds of real time, because it may wait forever for a lock
+    that another thread held at the time of the fork. Results and exceptions of `function` do not reach this
+    process. A time limit in this process could not end a long operation inside C code.
     """
-    if not hasattr(os, "fork"):
-        return True
     child = os.fork()
     if child == 0:
         try:
             limit = math.ceil(seconds)
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(wall)
             with suppress(Exception):
                 function()
         finally:
             # Not `sys.exit`: exit handlers and unwritten buffers are copies of those of the parent.
             os._exit(0)
-    deadline = time.monotonic() + wall
-    ended, status = os.waitpid(child, os.WNOHANG)
-    while not ended and time.monotonic() < deadline:
-        time.sleep(0.005)
-        # The kernel ends the process at the limit of its processor time.
-        ended, status = os.waitpid(child, os.WNOHANG)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == 0
 
 
