@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from rlhf_core.system.files import write_json
 log = logging.getLogger(__name__)
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
-_MAX_GROWTH = 64
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 TINY_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] =="
@@ -66,7 +65,6 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
         ) from error
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {path} has no tokenizer.json; save it once with its fast version")
-    require_bounded_growth(json.loads(tokenizer.backend_tokenizer.to_str()), path)
     model = tokenizer.backend_tokenizer.model
     if getattr(model, "dropout", None):
         log.warning(
@@ -149,52 +147,6 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if settings["tokenizer_class"] == "TokenizersBackend":  # only version 5 has this name
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         write_json(file, settings)
-
-
-def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError if the tokenizer could turn a short text into a very long one and use all memory.
-
-    `settings` is the content of `tokenizer.json`. The rules are considered together. Known tokenizers replace
-    a character by one or a few characters, or add one before each text, or a few tokens around it.
-    """
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        factor = 1.0
-        for step in _steps(settings.get(part)):
-            if step.get("type") == "TemplateProcessing":
-                # The next template is applied to the tokens of this one.
-                factor *= max(1, _template_tokens(step))
-            elif step.get("type") == "Replace":
-                # One replacement can create what the next one replaces, so factors are multiplied. A
-                # pattern that is a regular expression can match a single character.
-                pattern = step.get("pattern", {}).get("String", "x")
-                factor *= max(1.0, len(step.get("content", "")) / max(1, len(pattern)))
-            else:
-                added = (step.get(key) for key in ("prepend", "replacement", "prefix", "suffix"))
-                factor += max((len(text) for text in added if isinstance(text, str)), default=0)
-        if factor > _MAX_GROWTH:
-            raise ModelError(
-                f"the tokenizer of {name} makes a text up to {factor:.3g} times as long (its {part}), at most"
-                f" {_MAX_GROWTH} times is allowed; use the tokenizer.json of the model's authors"
-            )
-
-
-def _template_tokens(step: Mapping[str, Any]) -> int:
-    """Return the number of tokens that the template of a post-processor makes of a text of one token."""
-    added = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
-    specials = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
-    # Other pieces are the text itself, which a template can repeat.
-    return len(step["single"]) - len(specials) + sum(added.get(name, 0) for name in specials)
-
-
-def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield every rule of a normalizer, pre-tokenizer, post-processor or decoder, including those within
-    sequences.
-    """
-    if isinstance(part, Mapping):
-        yield part
-        for key in ("normalizers", "pretokenizers", "processors", "decoders"):
-            for inner in part.get(key) or ():
-                yield from _steps(inner)
 
 
 def with_safe_specials(tokenizer: Any, name: str) -> Any:
