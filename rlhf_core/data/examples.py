@@ -25,7 +25,8 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import PythonReward, RemoteReward
 from rlhf_core.data.answers import gold_answers, same_answer
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.formats import INVISIBLE, Record, RowError, field_value, normalise, other_fields
+from rlhf_core.data.formats import Record, field_value, normalise, other_fields
+from rlhf_core.data.messages import INVISIBLE, RowError
 from rlhf_core.data.sources import Contents, read_rows, short_name
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import Encoder

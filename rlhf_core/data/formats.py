@@ -26,15 +26,21 @@ from __future__ import annotations
 
 import json
 import re
-import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_core.config.data import Format
-from rlhf_core.data.files import json_type
+from rlhf_core.data.messages import (
+    TRAINED,
+    Message,
+    RowError,
+    checked_text,
+    in_turn,
+    is_empty,
+    messages_of,
+)
 
-ROLES = ("system", "user", "assistant")
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 """Roles of ShareGPT that have other names here."""
 _PROMPT_NAMES = ("question", "problem")
@@ -65,29 +71,12 @@ _REFUSED = {
     "completions": "has several answers or steps, which is not supported; write one into 'completion'",
 }
 """Fields of rows that change what a row means and that no format uses, with the rule and the fix."""
-_TRAINED = ("weight", "train")
-"""Fields of a message, or of a whole row, that say whether it is trained."""
 _NUMBER = re.compile(r"\s*[-+]?[\d.]+\s*")
 _CELLS = {"": None, "true": True, "false": False, "1": 1, "0": 0}
-_DESCRIPTION = re.compile(
-    r"(.*_)?(id|name|date|time|timestamp|created|lang|language|model|ip)|created_at|updated_at|header|country"
-    r"|state|toxic|redacted|temperature|top_p|usage|token_counter|turn_identifier|system_fingerprint"
-)
-"""Fields of a message that describe it: names, numbers and dates, and those of WildChat."""
 _LONG_TEXT = 40
 """Number of characters from which a text with blanks is none of the short values of tables, such as a
 category.
 """
-INVISIBLE = (
-    string.whitespace
-    + "\x1c\x1d\x1e\x1f\x85\xa0\xad\u115f\u1160\u1680\u180e\u2800\u3000\u3164\ufeff\uffa0"
-    + "".join(
-        chr(code)
-        for start, end in ((0x2000, 0x2010), (0x2028, 0x2030), (0x205F, 0x2070))
-        for code in range(start, end)
-    )
-)
-"""All white space of Unicode, and invisible characters."""
 _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -105,20 +94,6 @@ def field_value(row: Mapping[str, Any], name: str) -> Any | None:
             return None
         value = value.get(part)
     return value
-
-
-class RowError(ValueError):
-    """This row cannot be used; the message is the reason, one sentence."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-    trained: bool = True
-    """Whether a demonstration trains the message, if it is the assistant's."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +167,15 @@ def normalise(
         return Record("text", text=_string(row, "text"), meta=meta, marked_bad=bad)
     read_inside = {theirs.split(".")[0] for theirs in rename or {}}
     for name, rule in _REFUSED.items():
-        if name not in read_inside and not _is_empty(row.get(name)):
+        if name not in read_inside and not is_empty(row.get(name)):
             if name in ("instruction", "input") and kind != "messages" and row.get("prompt") is None:
                 rule = f"may be the prompt, which is missing: use `rename: {{{name}: prompt}}`"
             raise RowError(f"{name!r} {rule}, or name it in `ignore`")
     if kind == "messages":
-        messages = _with_system(row, _messages(row, "messages", "a list of messages", weights=demonstration))
-        _in_turn(messages, "messages")
+        messages = _with_system(
+            row, messages_of(row, "messages", "a list of messages", weights=demonstration)
+        )
+        in_turn(messages, "messages")
         if messages[-1].role == "assistant":
             if not any(message.trained for message in messages if message.role == "assistant"):
                 raise RowError("'messages' has no answer that is trained (`weight` is 0, or `train` false)")
@@ -225,7 +202,7 @@ def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:
         messages = [_from_share_gpt(item) for item in conversation]
         return {**_without(row, ("conversations",)), "messages": messages}
     if {"instruction", "output"} <= has and not has & {"prompt", "completion", "messages", "chosen"}:
-        parts = [part for part in (row["instruction"], row.get("input")) if not _is_empty(part)]
+        parts = [part for part in (row["instruction"], row.get("input")) if not is_empty(part)]
         texts = [part for part in parts if isinstance(part, str)]
         if texts and len(texts) == len(parts):
             kept = _without(row, ("instruction", "input", "output"))
@@ -258,7 +235,7 @@ def other_fields(row: Mapping[str, Any], rename: Mapping[str, str], record: Reco
     """
     found = {}
     for name, value in _from_other_layout(_renamed(row, rename)).items():
-        if name not in _USED[record.kind] | {"group"} and not _is_empty(value):
+        if name not in _USED[record.kind] | {"group"} and not is_empty(value):
             is_text = name not in _OWN_FIELDS and _is_long_text(value)
             found[str(name)] = is_text and not any(value in text for text in record.texts)
     return found
@@ -268,25 +245,11 @@ def _is_long_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) >= _LONG_TEXT and (" " in value or not value.isascii())
 
 
-def _is_empty(value: Any) -> bool:
-    """Return whether a value says nothing: null, blank, or a list or object of such values only."""
-    values = [value]
-    while values:  # no recursion: rows can be nested deeply
-        each = values.pop()
-        if isinstance(each, Mapping):
-            values += each.values()
-        elif isinstance(each, list | tuple):
-            values += each
-        elif each is not None and not (isinstance(each, str) and not each.strip(INVISIBLE)):
-            return False
-    return True
-
-
 def _is_marked_bad(row: Mapping[str, Any], kind: Format) -> bool:
     """Return whether the row says that its answer is not trained: by `label`, as in rows of KTO, by `train`
     or by `weight`.
     """
-    for name in ("label", *_TRAINED):
+    for name in ("label", *TRAINED):
         value = row.get(name)
         if isinstance(value, str):  # a cell of a CSV file
             value = _CELLS.get(value.strip().lower(), value)
@@ -321,7 +284,7 @@ def _without(row: Mapping[str, Any], ignore: Collection[str]) -> Mapping[str, An
 
 def _with_system(row: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return the messages with the row's `system` as the first one."""
-    if _is_empty(row.get("system")):
+    if is_empty(row.get("system")):
         return messages
     system = Message("system", _string(row, "system"))
     if messages[0].role != "system":
@@ -340,7 +303,7 @@ def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, 
         value = field_value(row, theirs)
         if value is None:
             continue
-        if theirs.split(".")[0] != ours and not _is_empty(kept.get(ours)):
+        if theirs.split(".")[0] != ours and not is_empty(kept.get(ours)):
             raise RowError(
                 f"the row has {ours!r} already, so {theirs!r} cannot be renamed to it; take it out of"
                 f" `rename`, or rename {ours!r} as well"
@@ -403,132 +366,15 @@ def _as_text(value: Any) -> str:
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
-def _checked(text: Any, name: str) -> str:
-    if text is None:
-        raise RowError(f"{name} is missing or null")
-    if not isinstance(text, str):
-        raise RowError(f"{name} must be a string; got {json_type(text)}")
-    if not text.strip(INVISIBLE):
-        raise RowError(f"{name} is {'blank' if text else 'empty'}")
-    if "\x00" in text:
-        raise RowError(f"{name} has a NUL character")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RowError(
-                f"{name} has a lone surrogate (half a character) at position {error.start}"
-            ) from error
-    return text
-
-
 def _string(row: Mapping[str, Any], name: str) -> str:
-    return _checked(row.get(name), repr(name))
-
-
-def _messages(
-    row: Mapping[str, Any],
-    name: str,
-    expected: str = "a string or a list of messages",
-    *,
-    weights: bool = False,
-) -> tuple[Message, ...]:
-    """Return a list of messages.
-
-    Args:
-        row: The row.
-        name: The field.
-        expected: What the field may have, for the reason.
-        weights: Whether each message says if it is trained. Otherwise this depends on the set, and the last
-            one must not say that it is not.
-    """
-    value = row.get(name)
-    if value is None:
-        raise RowError(f"{name!r} is missing or null")
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-        raise RowError(f"{name!r} must be {expected}; got {json_type(value)}")
-    if not value:
-        raise RowError(f"{name!r} has no messages")
-    messages = tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
-    if weights:
-        return messages
-    if not messages[-1].trained and messages[-1].role == "assistant" and name != "messages":
-        raise RowError(f"the answer of {name!r} is marked as not trained (`weight` is 0, or `train` false)")
-    return tuple(Message(message.role, message.content) for message in messages)
-
-
-def _message(item: Any, name: str) -> Message:
-    if not isinstance(item, Mapping):
-        raise RowError(f"{name} must be an object with 'role' and 'content'; got {json_type(item)}")
-    role = item.get("role")
-    if role == "developer":  # the name of the system message in the API of newer models
-        role = "system"
-    if role not in ROLES:
-        fields = ", ".join(sorted(map(repr, item))[:8])
-        got = repr(str(role)[:40]) if "role" in item else f"no role (fields: {fields})"
-        raise RowError(f"{name}.role must be system, user or assistant; got {got}")
-    for key, value in item.items():
-        if key in ("role", "content", *_TRAINED) or _DESCRIPTION.fullmatch(str(key)) or _is_empty(value):
-            continue
-        raise RowError(
-            f"{name}.{str(key)[:40]} is not supported: only 'role', 'content', 'weight' and 'train' of a"
-            " message are; write it into 'content', or name it in `ignore`"
-        )
-    trained = all(_says_trained(item, key, str(role), name) for key in _TRAINED)
-    content = _checked(_joined_parts(item.get("content"), name), f"{name}.content")
-    return Message(str(role), content, trained or role != "assistant")
-
-
-def _joined_parts(content: Any, name: str) -> Any:
-    """Return the text of a content that is a list of parts of the type `text`."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else json_type(part)
-            raise RowError(
-                f"{name}.content has a part of the type {str(kind)[:40]!r}: only text is read; leave it out"
-            )
-        texts.append(_checked(part.get("text"), f"{name}.content"))
-    return "".join(texts)
-
-
-def _says_trained(item: Mapping[str, Any], key: str, role: str, name: str) -> bool:
-    value = item.get(key)
-    if value is None:
-        return True
-    if value not in (0, 1):
-        raise RowError(
-            f"{name}.{key} must be 0 or false (not trained), or 1 or true (trained); got {str(value)[:40]};"
-            f" correct it, or name {key} in `ignore`"
-        )
-    if value and role != "assistant":
-        raise RowError(
-            f"{name}.{key} must be 0 or false: only the assistant's messages are trained; got {value} for the"
-            f" {role}'s; correct it, or name {key} in `ignore`"
-        )
-    return bool(value)
-
-
-def _in_turn(messages: Sequence[Message], name: str) -> None:
-    """Check that the roles are system at most once and first, and then user, assistant, user, ..."""
-    first = int(bool(messages) and messages[0].role == "system")
-    for index, message in enumerate(messages[first:]):
-        expected = "assistant" if index % 2 else "user"
-        if message.role != expected:
-            raise RowError(
-                f"{name}[{first + index}].role must be {expected} (roles take turns); got {message.role!r}"
-            )
-    if len(messages) == first:
-        raise RowError(f"{name} has no user's message")
+    return checked_text(row.get(name), repr(name))
 
 
 def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if row.get("prompt") is None or isinstance(row["prompt"], str):
         return (Message("user", _string(row, "prompt")),)
-    messages = _messages(row, "prompt")
-    _in_turn(messages, "prompt")
+    messages = messages_of(row, "prompt")
+    in_turn(messages, "prompt")
     if messages[-1].role == "assistant":
         raise RowError("the last message of 'prompt' must not be the assistant's")
     return messages
@@ -540,7 +386,7 @@ def _response(row: Mapping[str, Any], name: str, prompt: tuple[Message, ...]) ->
     """
     if row.get(name) is None or isinstance(row[name], str):
         return _string(row, name)
-    messages = _messages(row, name)
+    messages = messages_of(row, name)
     if messages[: len(prompt)] == prompt:
         messages = messages[len(prompt) :]
     if len(messages) != 1 or messages[0].role != "assistant":
@@ -571,7 +417,7 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Mes
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
     prompt = chosen[:shared]
-    _in_turn(prompt, "the common beginning of 'chosen' and 'rejected'")
+    in_turn(prompt, "the common beginning of 'chosen' and 'rejected'")
     if prompt[-1].role == "assistant":
         raise RowError(
             "'chosen' and 'rejected' must differ in the assistant's last message, not in the user's"
@@ -583,13 +429,13 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Mes
 def _conversation(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
     value = row.get(name)
     if not isinstance(value, str):
-        return _messages(row, name)
+        return messages_of(row, name)
     if not _is_transcript(value):
         raise RowError(f"'prompt' is missing, and {name!r} is not a conversation that holds it")
     # The text begins with a speaker, so the part before the first one is empty.
     _, *turns = _TRANSCRIPT_TURN.split(value)
     roles = {"Human": "user", "Assistant": "assistant"}
     return tuple(
-        Message(roles[speaker], _checked(text.strip(), f"{name!r}, turn {index},"))
+        Message(roles[speaker], checked_text(text.strip(), f"{name!r}, turn {index},"))
         for index, (speaker, text) in enumerate(zip(turns[::2], turns[1::2], strict=True))
     )

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.rendering import DATE, TemplateError, chat_template, ends_within, render
 from rlhf_core.errors import ModelError
 from rlhf_core.system.files import read_bounded

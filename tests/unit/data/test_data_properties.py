@@ -28,7 +28,8 @@ from rlhf_core.data.card import begins_with
 from rlhf_core.data.check import check_source
 from rlhf_core.data.examples import Quarantine, SetCounts, read_records
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.formats import Message, Record, RowError, normalise
+from rlhf_core.data.formats import Record, normalise
+from rlhf_core.data.messages import Message, RowError
 from rlhf_core.data.sources import read_rows, source_contents
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.errors import DataError, ModelError

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.data.formats import Message, RowError, field_value, normalise, other_fields
+from rlhf_core.data.formats import field_value, normalise, other_fields
+from rlhf_core.data.messages import Message, RowError
 
 U, A, S = "user", "assistant", "system"
 

@@ -32,7 +32,8 @@ from rlhf_core.data.examples import (
     training_texts,
     within,
 )
-from rlhf_core.data.formats import Message, normalise
+from rlhf_core.data.formats import normalise
+from rlhf_core.data.messages import Message
 from rlhf_core.data.prepare import prepare
 from rlhf_core.data.sources import source_contents
 from rlhf_core.data.templates import Encoder

@@ -29,7 +29,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ModelError

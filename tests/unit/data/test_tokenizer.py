@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rlhf_core.config.address import is_hub_model
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import (
     Decoder,
