@@ -3,7 +3,7 @@
 | format       | fields                                                                     |
 |--------------|----------------------------------------------------------------------------|
 | `text`       | `text`                                                                     |
-| `messages`   | `messages`: system (optional), then user and assistant in turn             |
+| `messages`   | `messages`: system (optional), then user, assistant and tools in turn      |
 | `completion` | `prompt`, `completion`                                                     |
 | `preference` | `prompt`, `chosen`, `rejected`; without `prompt`, two whole conversations  |
 | `prompt`     | `prompt`                                                                   |
@@ -11,10 +11,11 @@
 `prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists
 with or without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
 "\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt. A
-field `system` of a row is the first message of its prompt or conversation. A content can be a list of parts
-of the type `text`, and the role `developer` is `system`. With `auto`, rows of ShareGPT (`conversations`) are
-`messages`, and rows of Alpaca (`instruction`, `input`, `output`) are `completion`. Without another
-field for it, `question` and `problem` are the prompt.
+field `system` of a row is the first message of its prompt or conversation, and a field `tools` is part of
+the prompt. A content can be a list of parts of the type `text`, and the role `developer` is `system`. With
+`auto`, rows of ShareGPT (`conversations`) and xLAM (`query`, `answers`, `tools`) are `messages`, and rows of
+Alpaca (`instruction`, `input`, `output`) and Dolly (`instruction`, `context`, `response`) are `completion`.
+Without another field for it, `question` and `problem` are the prompt.
 
 A row may not say something that is then not done. Fields of messages that are neither used nor known as
 descriptions are refused, as are fields of rows that are known to change what is trained (`_REFUSED`). All
@@ -30,39 +31,42 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhf_core.config.data import Format
+from rlhf_core.config.data import Format, Thoughts
 from rlhf_core.data.messages import (
     TRAINED,
     Message,
     RowError,
+    answer,
     checked_text,
     in_turn,
     is_empty,
     messages_of,
+    tools_of,
 )
 
-_SPEAKERS = {"human": "user", "gpt": "assistant"}
+_SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles of ShareGPT that have other names here."""
+_INSTRUCTIONS = (("instruction", "input", "output"), ("instruction", "context", "response"))
+"""Names of instruction, context and answer in Alpaca and Dolly."""
 _PROMPT_NAMES = ("question", "problem")
 """Names of the prompt in sets of problems, such as GSM8K and MATH."""
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
 _USED: dict[str, frozenset[str]] = {
     "text": frozenset({"text", "label", "weight", "train"}),
-    "messages": frozenset({"messages", "system", "label", "weight", "train"}),
-    "completion": frozenset({"prompt", "completion", "system", "label", "weight", "train"}),
-    "preference": frozenset({"prompt", "chosen", "rejected", "system", "margin"}),
-    "prompt": frozenset({"prompt", "messages", "system"}),
+    "messages": frozenset({"messages", "system", "tools", "label", "weight", "train"}),
+    "completion": frozenset({"prompt", "completion", "system", "tools", "label", "weight", "train"}),
+    "preference": frozenset({"prompt", "chosen", "rejected", "system", "tools", "margin"}),
+    "prompt": frozenset({"prompt", "messages", "system", "tools"}),
 }
 """Fields that each format uses."""
 _PART_OF_PROMPT = "is part of the prompt; write it into 'prompt'"
-_PART_OF_ANSWER = "is part of the answer; write it into the answer"
+_PART_OF_ANSWER = "is part of the answer; write it into the answer as <think>...</think>"
 _REFUSED = {
     "system_prompt": "must be named 'system'; use `rename`",
     "instruction": _PART_OF_PROMPT,
     "input": _PART_OF_PROMPT,
     "history": _PART_OF_PROMPT,
-    "tools": _PART_OF_PROMPT,
-    "functions": _PART_OF_PROMPT,
+    "functions": "must be named 'tools'; use `rename`",
     "chat_template_kwargs": "changes how the row is rendered, which is not supported; leave it out",
     "image": "is not supported: models read text only; leave it out",
     "images": "is not supported: models read text only; leave it out",
@@ -108,10 +112,12 @@ class Record:
     """`text` rows."""
     messages: tuple[Message, ...] = ()
     """`messages` rows: the whole conversation; `prompt` is what comes before its last assistant turn."""
-    response: str | None = None
+    response: Message | None = None
     """`completion` rows, and the `chosen` of `preference` rows."""
-    rejected: str | None = None
+    rejected: Message | None = None
     """`preference` rows."""
+    tools: str = ""
+    """Functions that the assistant can call: JSON text of a list, or empty."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Every other field of the row: JSON."""
     marked_bad: bool = False
@@ -119,22 +125,27 @@ class Record:
 
     @property
     def prompt_text(self) -> str:
-        """The prompt as plain text: the contents of its messages with blank lines between them.
+        """The prompt as plain text: the tools and its messages with blank lines between them.
 
         For `text` rows, the text.
         """
         if self.text is not None:
             return self.text
-        return "\n\n".join(message.content for message in self.prompt)
+        tools = [self.tools] if self.tools else []
+        return "\n\n".join([*tools, *(message.text for message in self.prompt)])
 
     @property
     def texts(self) -> Iterator[str]:
         """All texts of the record."""
-        for message in self.messages or self.prompt:
+        if self.text is not None:
+            yield self.text
+        answers = [each for each in (self.response, self.rejected) if each is not None]
+        for message in (*(self.messages or self.prompt), *answers):
             yield message.content
-        for text in (self.text, self.response, self.rejected):
-            if text is not None:
-                yield text
+            if message.thoughts:
+                yield message.thoughts
+            for call in message.calls:
+                yield call.arguments
 
 
 def normalise(
@@ -144,6 +155,7 @@ def normalise(
     *,
     demonstration: bool = False,
     ignore: Collection[str] = (),
+    thoughts: Thoughts | None = None,
 ) -> Record:
     """Return `row` as a checked record. Raises RowError with the reason.
 
@@ -154,6 +166,7 @@ def normalise(
         demonstration: Whether the answer is to be trained. `auto` then prefers `messages` to a `prompt`
             alone, which has no answer. Otherwise `messages` may end with the user's, and are a prompt.
         ignore: Fields of the row and of its messages that are not read. `meta` has those of the row.
+        thoughts: `data.thoughts`.
     """
     row = _renamed(row, rename or {})
     meta = _meta(row)
@@ -171,42 +184,51 @@ def normalise(
             if name in ("instruction", "input") and kind != "messages" and row.get("prompt") is None:
                 rule = f"may be the prompt, which is missing: use `rename: {{{name}: prompt}}`"
             raise RowError(f"{name!r} {rule}, or name it in `ignore`")
+    tools = tools_of(row.get("tools"))
     if kind == "messages":
-        messages = _with_system(
-            row, messages_of(row, "messages", "a list of messages", weights=demonstration)
+        messages = messages_of(
+            row, "messages", "a list of messages", weights=demonstration, thoughts=thoughts
         )
+        messages = _with_system(row, messages)
         in_turn(messages, "messages")
         if messages[-1].role == "assistant":
             if not any(message.trained for message in messages if message.role == "assistant"):
                 raise RowError("'messages' has no answer that is trained (`weight` is 0, or `train` false)")
-            return Record("messages", prompt=messages[:-1], messages=messages, meta=meta, marked_bad=bad)
+            return Record(
+                "messages", messages[:-1], messages=messages, tools=tools, meta=meta, marked_bad=bad
+            )
         if demonstration:
             raise RowError("the last of 'messages' must be the assistant's")
-        return Record("prompt", prompt=messages, meta=meta)
+        return Record("prompt", messages, tools=tools, meta=meta)
     if kind == "preference":
-        return replace(_preference(row, meta), marked_bad=bad)
-    prompt = _prompt(row)
+        return replace(_preference(row, thoughts), tools=tools, meta=meta, marked_bad=bad)
+    prompt = _prompt(row, thoughts)
+    record = Record(kind, _with_system(row, prompt), tools=tools, meta=meta, marked_bad=bad)
     if kind == "prompt":
-        return Record("prompt", prompt=_with_system(row, prompt), meta=meta)
-    response = _response(row, "completion", prompt)
-    return Record(
-        "completion", prompt=_with_system(row, prompt), response=response, meta=meta, marked_bad=bad
-    )
+        return record
+    return replace(record, response=_response(row, "completion", prompt, thoughts))
 
 
 def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row of ShareGPT, Alpaca or a set of problems with the fields of one of the five formats."""
+    """Return a row of ShareGPT, Alpaca, Dolly, xLAM or a set of problems with the fields of one of the five
+    formats.
+    """
     has = {name for name, value in row.items() if value is not None}
     conversation = row.get("conversations")
     if isinstance(conversation, list) and "messages" not in has:
         messages = [_from_share_gpt(item) for item in conversation]
         return {**_without(row, ("conversations",)), "messages": messages}
-    if {"instruction", "output"} <= has and not has & {"prompt", "completion", "messages", "chosen"}:
-        parts = [part for part in (row["instruction"], row.get("input")) if not is_empty(part)]
-        texts = [part for part in parts if isinstance(part, str)]
-        if texts and len(texts) == len(parts):
-            kept = _without(row, ("instruction", "input", "output"))
-            return {**kept, "prompt": "\n\n".join(texts), "completion": row["output"]}
+    if not has & {"prompt", "completion", "messages", "chosen"}:
+        for question, context, output in _INSTRUCTIONS:
+            parts = [part for part in (row.get(question), row.get(context)) if not is_empty(part)]
+            texts = [part for part in parts if isinstance(part, str)]
+            if {question, output} <= has and texts and len(texts) == len(parts):
+                kept = _without(row, (question, context, output))
+                return {**kept, "prompt": "\n\n".join(texts), "completion": row[output]}
+        if {"query", "answers", "tools"} <= has:
+            called = {"role": "assistant", "content": None, "tool_calls": row["answers"]}
+            kept = _without(row, ("query", "answers"))
+            return {**kept, "messages": [{"role": "user", "content": row["query"]}, called]}
     chosen = row.get("chosen")
     is_conversation = isinstance(chosen, list) or (isinstance(chosen, str) and _is_transcript(chosen))
     # With choices or a context, the question alone is not the prompt.
@@ -225,6 +247,9 @@ def _is_transcript(text: str) -> bool:
 def _from_share_gpt(item: Any) -> Any:
     if not isinstance(item, Mapping) or "from" not in item:
         return item
+    if item["from"] == "function_call":
+        kept = _without(item, ("from", "value"))
+        return {**kept, "role": "assistant", "content": None, "tool_calls": item.get("value")}
     role = _SPEAKERS.get(str(item["from"]), item["from"])
     return {**_without(item, ("from", "value")), "role": role, "content": item.get("value")}
 
@@ -370,47 +395,54 @@ def _string(row: Mapping[str, Any], name: str) -> str:
     return checked_text(row.get(name), repr(name))
 
 
-def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+def _prompt(row: Mapping[str, Any], thoughts: Thoughts | None) -> tuple[Message, ...]:
     if row.get("prompt") is None or isinstance(row["prompt"], str):
         return (Message("user", _string(row, "prompt")),)
-    messages = messages_of(row, "prompt")
+    messages = messages_of(row, "prompt", thoughts=thoughts)
     in_turn(messages, "prompt")
     if messages[-1].role == "assistant":
         raise RowError("the last message of 'prompt' must not be the assistant's")
     return messages
 
 
-def _response(row: Mapping[str, Any], name: str, prompt: tuple[Message, ...]) -> str:
-    """Return the assistant's text of a string, of one message, or of a conversation that begins with
+def _response(
+    row: Mapping[str, Any], name: str, prompt: tuple[Message, ...], thoughts: Thoughts | None
+) -> Message:
+    """Return the assistant's message of a string, of one message, or of a conversation that begins with
     `prompt`.
     """
     if row.get(name) is None or isinstance(row[name], str):
-        return _string(row, name)
-    messages = messages_of(row, name)
+        return answer(_string(row, name), repr(name), thoughts)
+    return _only_answer(messages_of(row, name, thoughts=thoughts), name, prompt)
+
+
+def _only_answer(messages: tuple[Message, ...], name: str, prompt: tuple[Message, ...]) -> Message:
     if messages[: len(prompt)] == prompt:
         messages = messages[len(prompt) :]
     if len(messages) != 1 or messages[0].role != "assistant":
         raise RowError(
             f"{name!r} must be one assistant message after the prompt; got {[m.role for m in messages]}"
         )
-    return messages[0].content
+    return messages[0]
 
 
-def _preference(row: Mapping[str, Any], meta: dict[str, Any]) -> Record:
-    prompt = _prompt(row) if row.get("prompt") is not None else None
-    if prompt is None:
-        row, prompt = _shared_prompt(row)
-    chosen, rejected = _response(row, "chosen", prompt), _response(row, "rejected", prompt)
+def _preference(row: Mapping[str, Any], thoughts: Thoughts | None) -> Record:
+    if row.get("prompt") is None:
+        prompt, chosen, rejected = _shared_prompt(row, thoughts)
+    else:
+        prompt = _prompt(row, thoughts)
+        chosen = _response(row, "chosen", prompt, thoughts)
+        rejected = _response(row, "rejected", prompt, thoughts)
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same")
-    prompt = _with_system(row, prompt)
-    return Record("preference", prompt=prompt, response=chosen, rejected=rejected, meta=meta)
+    return Record("preference", _with_system(row, prompt), response=chosen, rejected=rejected)
 
 
-def _shared_prompt(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Message, ...]]:
-    """Return the row with `chosen` and `rejected` as lists of messages, and their common first messages."""
-    lists = {name: _conversation(row, name) for name in ("chosen", "rejected")}
-    chosen, rejected = lists["chosen"], lists["rejected"]
+def _shared_prompt(
+    row: Mapping[str, Any], thoughts: Thoughts | None
+) -> tuple[tuple[Message, ...], Message, Message]:
+    """Return the common first messages of `chosen` and `rejected`, and the two answers."""
+    chosen, rejected = (_conversation(row, name, thoughts) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same")
     shared = 0
@@ -422,20 +454,20 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Mes
         raise RowError(
             "'chosen' and 'rejected' must differ in the assistant's last message, not in the user's"
         )
-    plain = {name: [{"role": m.role, "content": m.content} for m in value] for name, value in lists.items()}
-    return {**row, **plain}, prompt
+    return prompt, _only_answer(chosen, "chosen", prompt), _only_answer(rejected, "rejected", prompt)
 
 
-def _conversation(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+def _conversation(row: Mapping[str, Any], name: str, thoughts: Thoughts | None) -> tuple[Message, ...]:
     value = row.get(name)
     if not isinstance(value, str):
-        return messages_of(row, name)
+        return messages_of(row, name, thoughts=thoughts)
     if not _is_transcript(value):
         raise RowError(f"'prompt' is missing, and {name!r} is not a conversation that holds it")
     # The text begins with a speaker, so the part before the first one is empty.
     _, *turns = _TRANSCRIPT_TURN.split(value)
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return tuple(
-        Message(roles[speaker], checked_text(text.strip(), f"{name!r}, turn {index},"))
-        for index, (speaker, text) in enumerate(zip(turns[::2], turns[1::2], strict=True))
-    )
+    messages = []
+    for index, (speaker, text) in enumerate(zip(turns[::2], turns[1::2], strict=True)):
+        field = f"{name!r}, turn {index},"
+        text = checked_text(text.strip(), field)
+        messages.append(answer(text, field, thoughts) if speaker == "Assistant" else Message("user", text))
+    return tuple(messages)

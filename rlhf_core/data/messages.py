@@ -1,16 +1,29 @@
-"""Messages of rows: roles, contents and their order, checked."""
+"""Messages of rows: roles, contents, thoughts, tools and their order, checked."""
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+from rlhf_core.config.data import Thoughts
 from rlhf_core.data.files import json_type
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+_FOLLOWS = {
+    None: ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+"""Roles that may follow each role; None: the beginning, or the system message."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message with the thoughts of the assistant."""
+_THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
+"""Thoughts at the beginning of an answer. Some templates write `<think>` as the end of the prompt."""
 TRAINED = ("weight", "train")
 """Fields of a message, or of a whole row, that say whether it is trained."""
 _DESCRIPTION = re.compile(
@@ -34,6 +47,15 @@ class RowError(ValueError):
     """This row cannot be used; the message is the reason, one sentence."""
 
 
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+    id: str = ""
+
+
 @dataclass(frozen=True)
 class Message:
     """One turn of a conversation."""
@@ -42,6 +64,113 @@ class Message:
     content: str
     trained: bool = True
     """Whether a demonstration trains the message, if it is the assistant's."""
+    thoughts: str = ""
+    """What the assistant thought before its answer."""
+    calls: tuple[Call, ...] = ()
+    """Calls of tools by the assistant."""
+    name: str = ""
+    """Tool whose result a message of the role `tool` is."""
+    call_id: str = ""
+    """Id of the call that it answers."""
+
+    @property
+    def text(self) -> str:
+        """The message as plain text: thoughts, content and calls."""
+        parts = [f"<think>\n{self.thoughts}\n</think>"] if self.thoughts else []
+        parts += [self.content] if self.content else []
+        parts += [f"{call.name}({call.arguments})" for call in self.calls]
+        return "\n\n".join(parts)
+
+
+def answer(text: str, name: str, thoughts: Thoughts | None, calls: tuple[Call, ...] = ()) -> Message:
+    """Return a text of the assistant as a message.
+
+    Args:
+        text: The text, which may begin with `<think>...</think>`. Beside calls it may be empty.
+        name: Its field, for the reason.
+        thoughts: `data.thoughts`.
+        calls: Calls of tools after it.
+
+    Raises RowError.
+    """
+    found = _THOUGHT.match(text)
+    content = text[found.end() :] if found else text
+    if not (calls and is_empty(content)):
+        checked_text(content, name)
+    if "<think>" in content or "</think>" in content:
+        raise RowError(f"{name} has a '<think>' that is not one closed block at its beginning; correct it")
+    message = Message("assistant", content, calls=calls)
+    return _thought(message, found[1].strip() if found else "", name, thoughts)
+
+
+def without_thoughts(text: str) -> str:
+    """Return a response without the thoughts at its beginning; "" if it was cut within them."""
+    found = _THOUGHT.match(text)
+    if found is not None:
+        return text[found.end() :]
+    return "" if text.lstrip().startswith("<think>") else text
+
+
+def _thought(message: Message, said: str, name: str, thoughts: Thoughts | None) -> Message:
+    """Return an answer with the thoughts `said`, as `data.thoughts` wants it."""
+    if not said or thoughts == "drop":
+        return message
+    if thoughts is None:
+        raise RowError(f"{name} has thoughts of the assistant; set data.thoughts to keep or drop them")
+    return replace(message, thoughts=said)
+
+
+def tools_of(value: Any, name: str = "'tools'") -> str:
+    """Return a list of tools, or its JSON text, as JSON text of functions; "" without any. Raises RowError.
+
+    Null fields are left out: Parquet files have them where another row has a value.
+    """
+    if is_empty(value):
+        return ""
+    tools = _from_json(value, name)
+    if not isinstance(tools, list):
+        raise RowError(f"{name} must be a list of functions, or its JSON text; got {json_type(tools)}")
+    functions = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RowError(f"{name}[{index}] must be a function with a 'name'")
+        functions.append({"type": "function", "function": function})
+    return json.dumps(functions, ensure_ascii=False) if functions else ""
+
+
+def _calls(value: Any, name: str) -> tuple[Call, ...]:
+    if is_empty(value):
+        return ()
+    calls = _from_json(value, name)
+    found = []
+    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RowError(f"{name}[{index}] must have the 'name' of a function and its 'arguments'")
+        arguments = _from_json(function.get("arguments") or {}, f"{name}[{index}].arguments")
+        if not isinstance(arguments, Mapping):
+            raise RowError(f"{name}[{index}].arguments must be an object; got {json_type(arguments)}")
+        text = json.dumps(arguments, ensure_ascii=False)
+        found.append(Call(function["name"], text, str(call.get("id") or "")))
+    return tuple(found)
+
+
+def _from_json(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return _without_nulls(value)
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise RowError(f"{name} is not valid JSON: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_without_nulls(each) for each in value]
+    return value
 
 
 def messages_of(
@@ -50,6 +179,7 @@ def messages_of(
     expected: str = "a string or a list of messages",
     *,
     weights: bool = False,
+    thoughts: Thoughts | None = None,
 ) -> tuple[Message, ...]:
     """Return a list of messages.
 
@@ -59,6 +189,7 @@ def messages_of(
         expected: What the field may have, for the reason.
         weights: Whether each message says if it is trained. Otherwise this depends on the set, and the last
             one must not say that it is not.
+        thoughts: `data.thoughts`.
     """
     value = row.get(name)
     if value is None:
@@ -67,15 +198,15 @@ def messages_of(
         raise RowError(f"{name!r} must be {expected}; got {json_type(value)}")
     if not value:
         raise RowError(f"{name!r} has no messages")
-    messages = tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
+    messages = tuple(_message(item, f"{name}[{index}]", thoughts) for index, item in enumerate(value))
     if weights:
         return messages
     if not messages[-1].trained and messages[-1].role == "assistant" and name != "messages":
         raise RowError(f"the answer of {name!r} is marked as not trained (`weight` is 0, or `train` false)")
-    return tuple(Message(message.role, message.content) for message in messages)
+    return tuple(replace(message, trained=True) for message in messages)
 
 
-def _message(item: Any, name: str) -> Message:
+def _message(item: Any, name: str, thoughts: Thoughts | None) -> Message:
     if not isinstance(item, Mapping):
         raise RowError(f"{name} must be an object with 'role' and 'content'; got {json_type(item)}")
     role = item.get("role")
@@ -84,17 +215,37 @@ def _message(item: Any, name: str) -> Message:
     if role not in ROLES:
         fields = ", ".join(sorted(map(repr, item))[:8])
         got = repr(str(role)[:40]) if "role" in item else f"no role (fields: {fields})"
-        raise RowError(f"{name}.role must be system, user or assistant; got {got}")
+        raise RowError(f"{name}.role must be system, user, assistant or tool; got {got}")
+    used = ("role", "content", *TRAINED, *(("tool_calls", *_THOUGHTS) if role == "assistant" else ()))
     for key, value in item.items():
-        if key in ("role", "content", *TRAINED) or _DESCRIPTION.fullmatch(str(key)) or is_empty(value):
+        if key in used or _DESCRIPTION.fullmatch(str(key)) or is_empty(value):
             continue
         raise RowError(
             f"{name}.{str(key)[:40]} is not supported: only 'role', 'content', 'weight' and 'train' of a"
-            " message are; write it into 'content', or name it in `ignore`"
+            " message are, and 'tool_calls' and 'reasoning_content' of the assistant's; write it into"
+            " 'content', or name it in `ignore`"
         )
     trained = all(_says_trained(item, key, str(role), name) for key in TRAINED)
-    content = checked_text(_joined_parts(item.get("content"), name), f"{name}.content")
-    return Message(str(role), content, trained or role != "assistant")
+    content = _joined_parts(item.get("content"), name)
+    if role == "tool":
+        text = checked_text(content, f"{name}.content")
+        return Message("tool", text, True, name=_text(item, "name"), call_id=_text(item, "tool_call_id"))
+    if role != "assistant":
+        return Message(str(role), checked_text(content, f"{name}.content"))
+    calls = _calls(item.get("tool_calls"), f"{name}.tool_calls")
+    text = "" if calls and is_empty(content) else checked_text(content, f"{name}.content")
+    found = replace(answer(text, f"{name}.content", thoughts, calls), trained=trained)
+    for key in _THOUGHTS:
+        if not is_empty(item.get(key)):
+            return _thought(
+                found, checked_text(item[key], f"{name}.{key}").strip(), f"{name}.{key}", thoughts
+            )
+    return found
+
+
+def _text(item: Mapping[str, Any], name: str) -> str:
+    value = item.get(name)
+    return value if isinstance(value, str) else ""
 
 
 def _joined_parts(content: Any, name: str) -> Any:
@@ -130,14 +281,18 @@ def _says_trained(item: Mapping[str, Any], key: str, role: str, name: str) -> bo
 
 
 def in_turn(messages: Sequence[Message], name: str) -> None:
-    """Check that the roles are system at most once and first, and then user, assistant, user, ..."""
+    """Check that the roles are system at most once and first, and then user, assistant, user, ...; results of
+    tools and another answer may follow an answer.
+    """
     first = int(bool(messages) and messages[0].role == "system")
+    before: str | None = None
     for index, message in enumerate(messages[first:]):
-        expected = "assistant" if index % 2 else "user"
-        if message.role != expected:
+        if message.role not in _FOLLOWS[before]:
             raise RowError(
-                f"{name}[{first + index}].role must be {expected} (roles take turns); got {message.role!r}"
+                f"{name}[{first + index}].role must be {' or '.join(_FOLLOWS[before])} (roles take turns);"
+                f" got {message.role!r}"
             )
+        before = message.role
     if len(messages) == first:
         raise RowError(f"{name} has no user's message")
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import JUDGE_PATH, BaseModelAddress, is_hub_model
+from rlhf_core.config.data import Thoughts
+from rlhf_core.data.messages import without_thoughts
 from rlhf_core.errors import ModelError
 from rlhf_core.system.files import write_json
 
@@ -273,6 +275,8 @@ class Decoder:
     bos: int | None
     prefix: str = ""
     """Text that the chat template puts before each answer (`Encoder.response_prefix`)."""
+    drops_thoughts: bool = False
+    """Whether thoughts are no part of a response (`data.thoughts: drop`)."""
 
     def __call__(self, ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
@@ -281,16 +285,21 @@ class Decoder:
         return str(text)
 
     def response(self, ids: Sequence[int]) -> str:
-        """Return the response without the blank that the chat template put before it.
+        """Return the response without the blank that the chat template put before it, and without thoughts if
+        they are no part of it.
 
         A service that renders prompt and response again adds the blank itself.
         """
-        return self(ids).removeprefix(self.prefix)
+        text = self(ids).removeprefix(self.prefix)
+        return without_thoughts(text) if self.drops_thoughts else text
 
 
-def write_response_prefix(data: Path, prefix: str) -> None:
-    """Write the text before each answer to a data artifact's folder, for `load_decoder`."""
-    write_json(data / "response.json", {"prefix": prefix}, indent=None)
+def write_response_prefix(data: Path, prefix: str, thoughts: Thoughts | None = None) -> None:
+    """Write the text before each answer, and `data.thoughts` if it is set, to a data artifact's folder, for
+    `load_decoder`.
+    """
+    settings = {"prefix": prefix} if thoughts is None else {"prefix": prefix, "thoughts": thoughts}
+    write_json(data / "response.json", settings, indent=None)
 
 
 def load_decoder(data: Path) -> Decoder:
@@ -316,7 +325,8 @@ def load_decoder(data: Path) -> Decoder:
             f"{folder}: the tokenizer needs a pad token and another EOS token; got ids {pad} and {eos}"
         )
     settings = data / "response.json"
-    prefix = ""
+    found: dict[str, str] = {}
     if settings.exists():
-        prefix = json.loads(settings.read_text(encoding="utf-8"))["prefix"]
-    return Decoder(tokenizer, pad, eos, token_id("bos_token"), prefix)
+        found = json.loads(settings.read_text(encoding="utf-8"))
+    drops = found.get("thoughts") == "drop"
+    return Decoder(tokenizer, pad, eos, token_id("bos_token"), found.get("prefix", ""), drops)

@@ -65,7 +65,9 @@ def _can_be_data(sample: RewardInput) -> bool:
     if not sample.finished:
         return False
     try:
-        normalise({"prompt": sample.prompt, "completion": sample.response}, "completion")
+        row = {"prompt": sample.prompt, "completion": sample.response}
+        # The data stage of the next round says so if its `data.thoughts` is not set.
+        normalise(row, "completion", thoughts="keep")
     except RowError:
         return False
     return True

@@ -13,6 +13,7 @@ Rules:
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
 - a missing local path is never taken for a hub id;
 - digests follow contents, not names, times or the spelling of a path;
+- `subset` is a configuration on the hub and a folder elsewhere, and in the digest;
 - the name of a folder that is given as `.` or `..` is that of the folder;
 - a file that is written to or replaced after its digest was taken is an error that names it, however the
   reading ends.
@@ -58,6 +59,7 @@ def data_of(path: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
@@ -509,3 +511,33 @@ def test_a_source_that_no_longer_matches_the_key_is_named(tmp_path: Path) -> Non
     first, second = caught.value.message.split("\n")
     assert first.startswith(f"data.sft[0]: {file} was changed") and "nothing was stored" in first
     assert second.startswith(f"data.chat_template: {template} was changed")
+
+
+def test_the_subset_of_a_folder_is_a_folder_in_it(tmp_path: Path) -> None:
+    for name in ("main", "socratic"):
+        write(tmp_path / name / "train.jsonl", as_jsonl([{"text": name}]))
+    assert data_of(tmp_path, subset="socratic") == [{"text": "socratic"}]
+    digests = {
+        source_contents(
+            PipelineConfig.model_validate(
+                with_demo_data({"data": {"sft": [{"path": str(tmp_path), "subset": name}]}}), strict=False
+            )
+        )["data.sft[0]"].digest
+        for name in ("main", "socratic")
+    }
+    assert len(digests) == 2
+    assert short_name(Source(path=str(tmp_path), subset="main")) == "main"
+    assert "file not found" in str(next(iter(check_source("a", Source(path=str(tmp_path), subset="other")))))
+
+
+def test_the_subset_of_a_data_set_of_the_hub_is_loaded_and_in_its_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda path, name, **_: [{"text": f"{path} {name}"}])
+    commit = "a" * 40
+    source = {"path": "org/set", "subset": "socratic", "revision": commit}
+    assert [row.data for row in read_rows(Source.model_validate(source)) if isinstance(row, Row)] == [
+        {"text": "org/set socratic"}
+    ]
+    config = PipelineConfig.model_validate(with_demo_data({"data": {"sft": [source]}}), strict=False)
+    assert source_contents(config)["data.sft[0]"].digest == f"hub:org/set@{commit}:train:socratic"
