@@ -368,7 +368,7 @@ class Encoder:
         """
         header = prompt.removeprefix(self._render(messages[:-1], tools, generate=False)[0])
         last = messages[-1]
-        if header != prompt:
+        if header not in ("", prompt):
             # The template renders what comes before the last answer otherwise, for example without thoughts.
             asked = {**messages[-2], "content": messages[-2]["content"] + _MARK}
             marked, _ = self._render([*messages[:-2], asked, last], tools, generate=False)
