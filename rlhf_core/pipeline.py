@@ -141,7 +141,7 @@ _TABLE = (
     Stage(
         "data",
         "rlhf_core.stages.data:run",
-        version=7,
+        version=8,
         sections=("data", "model"),
         sources=("model", "data."),
         headline=("data/sft_train", "data/pairs_train", "data/prompts_train", "data/prompts_eval"),

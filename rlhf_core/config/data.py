@@ -105,6 +105,7 @@ _EXAMPLES = Range(1, 2_000_000, "examples are held in memory, about 2 KiB each")
 SetName = Literal["sft", "preference", "prompts"]
 SETS: tuple[SetName, ...] = ("sft", "preference", "prompts")
 """The sets of rows that the sources of `data` are read into."""
+Thoughts = Literal["keep", "drop"]
 Format = Literal["auto", "text", "messages", "completion", "preference", "prompt"]
 
 
@@ -118,6 +119,10 @@ class Source(Section):
     split: str = result("train")
     """Split of a hub dataset, or of a folder whose files are named by splits (`train-*.parquet`); for rows
     with a `split` field, only used if `only_split`
+    """
+    subset: str | None = result(None, later=True)
+    """Configuration of a hub dataset that has several (`name` of `load_dataset`); of a folder or bucket, the
+    folder in it
     """
     only_split: bool = result(False)
     """Keep only the rows whose `split` field equals `split`"""
@@ -177,6 +182,12 @@ class DataConfig(Section):
     """
     chat_template: UserPath | None = content(None)
     """A Jinja file that replaces the tokenizer's chat template"""
+    thoughts: Thoughts | None = result(None, later=True)
+    """What the assistant thinks before it answers: `reasoning_content` of a message, or
+    `<think>...</think>` at the beginning of its text. `keep`: a part of the answer, which is trained, scored,
+    judged and counted; `drop`: left out of rows, and of what rewards and judges read. null: rows with
+    thoughts are refused
+    """
     max_prompt_tokens: PositiveInt | None = result(None, within=TOKENS)
     """Longer prompts are dropped and counted. null: [what the data need](data.md#lengths); for the demo 64"""
     max_response_tokens: PositiveInt | None = result(None, within=TOKENS)

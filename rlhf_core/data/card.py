@@ -53,6 +53,7 @@ def build_card(
         "seed": config.run.seed,
         "split_seed": config.data.split_seed,
         "template": config.data.template,
+        "thoughts": config.data.thoughts or "none: rows with thoughts are refused",
         "tokenizer": {
             "from": config.model.path or "trained on the data",
             "tokens": len(tokenizer),
@@ -304,6 +305,7 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     tokenizer = card["tokenizer"]
     lines = ["# Data card", ""]
     lines += [f"Seed {card['seed']}, split seed {card['split_seed']}, template `{card['template']}`.", ""]
+    lines += [f"Thoughts of the assistant (data.thoughts): {card['thoughts']}.", ""]
     lines += [
         f"Tokenizer from {markdown_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos"
         f" {markdown_cell(tokenizer['bos'])}, eos {markdown_cell(tokenizer['eos'])}, pad"
@@ -320,6 +322,10 @@ def card_markdown(card: Mapping[str, Any]) -> str:
         lines.append(
             f"| {name} | {count['read']} | {count['bad']} | {dropped} | {count['train']} | {count['eval']} |"
         )
+        if count["further"]:
+            lines.append(
+                f"| {name}: conversations in a sequence for each answer | {count['further']} more | | | | |"
+            )
     if card["other_fields"]:
         lines += ["", "## Other fields", "", "No text is made of them. Rewards can read them.", ""]
         lines += ["| source | field | rows | rows with a long text |", "|---|---|---|---|"]

@@ -19,7 +19,6 @@ from rlhf_core.config.address import (
     base_of,
     is_hub_model,
     is_reference,
-    parse_address,
     s3_problem,
 )
 from rlhf_core.config.data import Limits, SetName, Source, fitted_limits
@@ -31,7 +30,7 @@ from rlhf_core.data.examples import estimated_lengths, to_record
 from rlhf_core.data.files import BEGINNING_ROWS, BadRow, Row, check_beginning, first_rows, list_files
 from rlhf_core.data.lengths import Lengths
 from rlhf_core.data.prompt_sets import check_rows
-from rlhf_core.data.sources import read_rows
+from rlhf_core.data.sources import address_of, read_rows
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.data.tokenizer import require_same_tokens
@@ -101,7 +100,7 @@ def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
         # An estimate must not fail. `check_data` names what is wrong with a source.
         with suppress(Exception):
             for row in _first_rows(config, name, source):
-                record = to_record(row, source, name, "")
+                record = to_record(row, source, name, "", config.data.thoughts)
                 if not isinstance(record, BadRow):
                     lengths.add(name, estimated_lengths(record.record, name))
                     records += 1
@@ -112,7 +111,7 @@ def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
 
 def _first_rows(config: PipelineConfig, name: SetName, source: Source) -> Iterator[Row]:
     """Yield the first rows of a local or generated source."""
-    address = parse_address(source.path)
+    address = address_of(source)
     if address.kind == "synthetic":
         for data in islice(generate(config.data.synthetic, config.run.seed, name), BEGINNING_ROWS):
             yield Row("synthetic", 1, data)
@@ -126,9 +125,8 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
     too large, else the first ones. The stage `data` checks all of them, but a run that reuses its artifact
     would fail only when PPO starts.
     """
-    rewards = [reward for reward in config.ppo.rewards if isinstance(reward, AnswerReward)]
-    address = parse_address(source.path)
-    if not rewards or address.kind not in ("local", "synthetic"):
+    address = address_of(source)
+    if not config.ppo.answer_fields or address.kind not in ("local", "synthetic"):
         return
     if address.kind == "synthetic":
         samples = [list(_first_rows(config, "prompts", source))]
@@ -143,21 +141,22 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
     for rows in samples:
         # Of the first rows, only a fault that all of them have is an error.
         most = config.data.max_bad_rows if is_whole else 0.99
-        yield from _answer_findings(field, source, rewards, rows, most)
+        yield from _answer_findings(config, field, source, rows, most)
 
 
 def _answer_findings(
-    field: str, source: Source, rewards: Sequence[AnswerReward], rows: Sequence[Row], most: float
+    config: PipelineConfig, field: str, source: Source, rows: Sequence[Row], most: float
 ) -> Iterator[Finding]:
     """Yield what there is to say about the answers of the rows, as far as they are prompts."""
     kept = [row for row in rows if not source.only_split or row.data.get("split") == source.split]
-    records = [to_record(row, source, "prompts", "") for row in kept]
+    records = [to_record(row, source, "prompts", "", config.data.thoughts) for row in kept]
     prompts = [
         PromptExample("", item.record.prompt_text, (), item.record.meta)
         for item in records
         if not isinstance(item, BadRow)
     ]
-    for reward in {each.field: each for each in rewards}.values():
+    rewards = {each.field: each for each in config.ppo.rewards if isinstance(each, AnswerReward)}
+    for reward in rewards.values():
         try:
             yield from require_answers(prompts, [reward], f"{field}.path", most)
         except DataError as error:
@@ -171,14 +170,14 @@ def _check_regression_set(config: PipelineConfig, index: int) -> Iterator[Findin
     field, source = f"evaluate.regression.{index}", config.evaluate.regression[index]
     found = list(guarded(f"{field}.path", check_source(field, source)))
     yield from found
-    if parse_address(source.path).kind == "local" and not any(isinstance(each, InputError) for each in found):
+    if address_of(source).kind == "local" and not any(isinstance(each, InputError) for each in found):
         yield from guarded(field, _check_all_rows(config, index))
 
 
 def _check_all_rows(config: PipelineConfig, index: int) -> Iterator[Finding]:
     each = config.evaluate.regression[index]
     path = each.path
-    size = sum(file.stat().st_size for file in list_files(parse_address(path), each.split))
+    size = sum(file.stat().st_size for file in list_files(address_of(each), each.split))
     if size > _ALL_ROWS_BYTES:
         yield (
             f"evaluate.regression.{index}.path: {path} has {size // 2**20} MiB. With more than"
@@ -201,7 +200,7 @@ def _check_all_rows(config: PipelineConfig, index: int) -> Iterator[Finding]:
 
 def check_source(field: str, source: Source) -> Iterator[Finding]:
     """Check one source. `field` is its name in messages, such as `data.sft.0`."""
-    address = parse_address(source.path)
+    address = address_of(source)
     if address.kind == "s3" and (problem := s3_problem(address.text)):
         yield ConfigError(f"{field}.path: {problem}")
     elif address.kind == "url":

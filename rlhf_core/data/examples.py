@@ -20,12 +20,13 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, Limits, SetName, Source
+from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, Limits, SetName, Source, Thoughts
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import PythonReward, RemoteReward
 from rlhf_core.data.answers import gold_answers, same_answer
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.formats import INVISIBLE, Record, RowError, field_value, normalise, other_fields
+from rlhf_core.data.formats import Record, field_value, normalise, other_fields
+from rlhf_core.data.messages import INVISIBLE, Message, RowError
 from rlhf_core.data.sources import Contents, read_rows, short_name
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import Encoder
@@ -38,6 +39,8 @@ PROMPT_TOO_LONG = f"prompt longer than {PROMPT}"
 RESPONSE_TOO_LONG = f"response longer than {RESPONSE}"
 NOTHING_TO_LEARN = f"no assistant token within {TEXT}"
 OTHER_ANSWER = "duplicate prompt with another answer"
+JOINED = "joined with another answer to a pair, by `label`"
+UNPAIRED = "no answer with the other `label` to its prompt"
 MARKED_BAD = "not to be trained, by `label`, `train` or `weight`"
 _MEASURED_TEXT = 2**13
 """Tokens of a text that are counted if it is cut. Those of a longer one are estimated."""
@@ -107,7 +110,7 @@ class OtherFields:
 
 @dataclass
 class SetCounts:
-    """Numbers of rows of one set. `read` = `bad` + the sum of `dropped` + `train` + `eval`."""
+    """Numbers of rows of one set. `read` + `further` = `bad` + the sum of `dropped` + `train` + `eval`."""
 
     read: int = 0
     bad: int = 0
@@ -116,6 +119,8 @@ class SetCounts:
     """Usable rows that were left out, by reason."""
     train: int = 0
     eval: int = 0
+    further: int = 0
+    """Sequences beyond the first one of conversations with a sequence for each answer."""
     others: dict[str, OtherFields] = field(default_factory=dict)
     """Fields that no text is made of, by source."""
     formats: Counter[str] = field(default_factory=Counter)
@@ -129,6 +134,7 @@ class SetCounts:
             "dropped": dict(self.dropped),
             "train": self.train,
             "eval": self.eval,
+            "further": self.further,
         }
 
 
@@ -185,11 +191,16 @@ def read_records(
     for index, source in enumerate(sources):
         field_name = f"data.{name}[{index}]"
         read = bad = marked_bad = 0
+        usable: list[SourceRecord] = []
         others = counts.others[field_name] = OtherFields()
         absent = set(source.rename)
         for row in _rows(config, name, source, contents[field_name]):
             read += 1
-            result = row if isinstance(row, BadRow) else to_record(row, source, name, names[index])
+            result = (
+                row
+                if isinstance(row, BadRow)
+                else to_record(row, source, name, names[index], config.data.thoughts)
+            )
             if isinstance(result, BadRow):
                 bad += 1
                 quarantine.add(field_name, result.file, result.line, result.reason, result.text)
@@ -201,7 +212,7 @@ def read_records(
             if result.record.marked_bad:
                 marked_bad += 1
             else:
-                records.append(result)
+                usable.append(result)
         counts.read += read
         counts.bad += bad
         counts.dropped.update({MARKED_BAD: marked_bad} if marked_bad else {})
@@ -221,7 +232,50 @@ def read_records(
                 field_name, marked_bad, read, 100 * marked_bad / read,
             )  # fmt: skip
         _warn_of_texts(config, name, source, field_name, others, read)
+        records += _pairs(usable, field_name, counts) if name == "preference" else usable
     return records
+
+
+def _label(record: Record) -> bool | None:
+    """Return whether the `label` of a row says that its answer is good; None if it says nothing."""
+    label = record.meta.get("label")
+    if isinstance(label, str):  # a cell of a CSV file
+        label = {"true": True, "false": False}.get(label.strip().lower())
+    return label if isinstance(label, bool) else None
+
+
+def _pairs(records: Sequence[SourceRecord], field_name: str, counts: SetCounts) -> list[SourceRecord]:
+    """Return the pairs among the rows of a source, and those of good and bad answers to the same prompt, as
+    rows of KTO have them by their `label`. Raises DataError if such rows make no pair.
+    """
+    pairs = []
+    answers: dict[Any, tuple[list[SourceRecord], list[SourceRecord]]] = {}
+    for item in records:
+        if item.record.kind == "preference":
+            pairs.append(item)
+            continue
+        good_and_bad = answers.setdefault((item.record.prompt, item.record.tools), ([], []))
+        good_and_bad[0 if _label(item.record) else 1].append(item)
+    labelled, joined = len(records) - len(pairs), 0
+    for good, bad in answers.values():
+        for better, worse in zip(good, bad, strict=False):
+            if better.record.response != worse.record.response:
+                joined += 1
+                record = replace(better.record, kind="preference", rejected=worse.record.response)
+                pairs.append(replace(better, record=record))
+    if not labelled:
+        return pairs
+    alone = labelled - 2 * joined
+    words = (
+        f"{field_name}: {alone} of {labelled} rows with a `label` ({100 * alone / labelled:.0f} %) have no"
+        " answer with the other label to the same prompt"
+    )
+    if not pairs:
+        raise DataError(f"{words}; give pairs, or train the good ones as data.sft")
+    counts.dropped.update({JOINED: joined} | ({UNPAIRED: alone} if alone else {}))
+    if alone:
+        log.warning("%s; they are left out", words)
+    return pairs
 
 
 def _warn_of_texts(
@@ -292,7 +346,9 @@ def _rows(
         yield Row("synthetic", index, data)
 
 
-def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> SourceRecord | BadRow:
+def to_record(
+    row: Row, source: Source, name: SetName, shown_name: str, thoughts: Thoughts | None = None
+) -> SourceRecord | BadRow:
     """Return the checked record of a row, or the reason why a set cannot use it.
 
     Args:
@@ -300,12 +356,19 @@ def to_record(row: Row, source: Source, name: SetName, shown_name: str) -> Sourc
         source: Its source.
         name: The set.
         shown_name: Name of the source in the results.
+        thoughts: `data.thoughts`.
     """
     try:
         record = normalise(
-            row.data, source.format, source.rename, demonstration=name == "sft", ignore=source.ignore
+            row.data,
+            source.format,
+            source.rename,
+            demonstration=name == "sft",
+            ignore=source.ignore,
+            thoughts=thoughts,
         )
-        if record.kind not in _KINDS[name]:
+        is_half = name == "preference" and record.kind == "completion" and _label(record) is not None
+        if record.kind not in _KINDS[name] and not is_half:
             raise RowError(
                 f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"
             )
@@ -446,16 +509,16 @@ def _same_answers(first: Record, second: Record, config: PipelineConfig) -> bool
 def _content(record: Record, name: SetName) -> tuple[Any, ...]:
     # Of a pair, `sft` uses the chosen response only.
     rejected = None if name == "sft" else record.rejected
-    return (record.text, record.messages or record.prompt, record.response, rejected)
+    return (record.text, record.messages or record.prompt, record.tools, record.response, rejected)
 
 
 def _unordered(record: Record) -> tuple[Any, ...]:
     """Return a key that does not depend on which of the two responses is preferred."""
-    return (record.prompt, frozenset((record.response, record.rejected)))
+    return (record.prompt, record.tools, frozenset((record.response, record.rejected)))
 
 
 def _contradictory(records: Sequence[SourceRecord]) -> frozenset[tuple[Any, ...]]:
-    winners: dict[tuple[Any, ...], set[str | None]] = {}
+    winners: dict[tuple[Any, ...], set[Message | None]] = {}
     for item in records:
         winners.setdefault(_unordered(item.record), set()).add(item.record.response)
     return frozenset(key for key, chosen in winners.items() if len(chosen) > 1)
@@ -499,8 +562,9 @@ def prompt_id(prompt_text: str) -> str:
     return hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
 
 
-def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: Limits) -> EncodedRecord:
-    """Return the token example of one record, to which `within` applies the limits.
+def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: Limits) -> list[EncodedRecord]:
+    """Return the token example of one record, to which `within` applies the limits. A conversation can be
+    several (`Encoder.conversations`).
 
     Args:
         item: The record.
@@ -513,21 +577,21 @@ def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: L
     record, group, text = item.record, item.group, item.record.prompt_text
     key = split_key(text)
     if record.text is not None:
-        return _encoded_text(item, key, encoder, bounds.text)
+        return [_encoded_text(item, key, encoder, bounds.text)]
     if name == "sft" and record.kind == "messages":
         return _encoded_conversation(item, key, encoder, bounds.text)
     _require_bound(encoder, text, bounds.prompt, PROMPT)
     if name == "prompts":
-        ids = encoder.prompt(record.prompt)
+        ids = encoder.prompt(record.prompt, record.tools)
         example = PromptExample(prompt_id(text), text, ids, record.meta, item.source, prompt_id(group))
-        return EncodedRecord(example, key, text, group, {PROMPT: len(ids)})
+        return [EncodedRecord(example, key, text, group, {PROMPT: len(ids)})]
     assert record.response is not None
     prompt, response = _response(record, record.response, encoder, bounds)
     if name == "sft":
         mask = (0,) * len(prompt) + (1,) * len(response)
         demonstration = SFTExample(prompt + response, mask, item.source, prompt_id(group))
         lengths = {PROMPT: len(prompt), RESPONSE: len(response)}
-        return EncodedRecord(demonstration, key, _plain_text(record), group, lengths)
+        return [EncodedRecord(demonstration, key, _plain_text(record), group, lengths)]
     assert record.rejected is not None
     _, rejected = _response(record, record.rejected, encoder, bounds)
     if response == rejected:
@@ -536,7 +600,7 @@ def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: L
         prompt_id(text), text, prompt, response, rejected, item.source, _margin(record), prompt_id(group)
     )
     lengths = {PROMPT: len(prompt), RESPONSE: max(len(response), len(rejected))}
-    return EncodedRecord(pair, key, _plain_text(record), group, lengths)
+    return [EncodedRecord(pair, key, _plain_text(record), group, lengths)]
 
 
 def within(encoded: EncodedRecord, limits: Limits) -> EncodedRecord:
@@ -582,7 +646,7 @@ def _encoded_text(item: SourceRecord, key: str, encoder: Encoder, most: int) -> 
     return EncodedRecord(example, key, _plain_text(item.record), item.group, {TEXT: tokens})
 
 
-def _encoded_conversation(item: SourceRecord, key: str, encoder: Encoder, most: int) -> EncodedRecord:
+def _encoded_conversation(item: SourceRecord, key: str, encoder: Encoder, most: int) -> list[EncodedRecord]:
     record = item.record
     # Only a part of a conversation has to fit, so that one that is somewhat longer is still encoded.
     if encoder.surely_longer(record.prompt_text, 8 * most):
@@ -590,19 +654,23 @@ def _encoded_conversation(item: SourceRecord, key: str, encoder: Encoder, most: 
     last = record.messages[-1]
     # The rest is cut. Tokenizing it could take minutes.
     last = replace(last, content=encoder.beginning(last.content, max(most, _MEASURED_TEXT)))
-    encoded = encoder.conversation([*record.messages[:-1], last])
-    turns = "".join(map(str, encoded.mask)).split("0")
-    example = SFTExample(encoded.ids, encoded.mask, item.source, prompt_id(item.group))
-    lengths = {TEXT: len(encoded.ids)}
-    return EncodedRecord(example, key, _plain_text(record), item.group, lengths, max(map(len, turns)))
+    found = []
+    for encoded in encoder.conversations([*record.messages[:-1], last], record.tools):
+        turns = "".join(map(str, encoded.mask)).split("0")
+        example = SFTExample(encoded.ids, encoded.mask, item.source, prompt_id(item.group))
+        lengths = {TEXT: len(encoded.ids)}
+        found.append(
+            EncodedRecord(example, key, _plain_text(record), item.group, lengths, max(map(len, turns)))
+        )
+    return found
 
 
 def _response(
-    record: Record, text: str, encoder: Encoder, bounds: Limits
+    record: Record, answer: Message, encoder: Encoder, bounds: Limits
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the tokens of the prompt and of one response to it."""
-    _require_bound(encoder, text, bounds.response, RESPONSE)
-    return encoder.response(record.prompt, text)
+    _require_bound(encoder, answer.text, bounds.response, RESPONSE)
+    return encoder.response(record.prompt, answer, record.tools)
 
 
 def _require_bound(encoder: Encoder, text: str, bound: int, limited_by: str) -> None:
@@ -619,10 +687,10 @@ def estimated_lengths(record: Record, name: SetName) -> dict[str, int]:
     if name == "sft" and record.kind == "messages":
         return {TEXT: estimated_tokens(_plain_text(record))}
     prompt = estimated_tokens(record.prompt_text)
-    responses = [text for text in (record.response, record.rejected) if text is not None]
-    if not responses:
+    answers = [answer for answer in (record.response, record.rejected) if answer is not None]
+    if not answers:
         return {PROMPT: prompt}
-    return {PROMPT: prompt, RESPONSE: max(map(estimated_tokens, responses))}
+    return {PROMPT: prompt, RESPONSE: max(estimated_tokens(answer.text) for answer in answers)}
 
 
 def estimated_tokens(text: str) -> int:
@@ -633,8 +701,9 @@ def estimated_tokens(text: str) -> int:
 def _plain_text(record: Record) -> str:
     if record.text is not None:
         return record.prompt_text
-    response = record.messages[-1].content if record.messages else record.response
-    return f"{record.prompt_text}\n\n{response}"
+    answer = record.messages[-1] if record.messages else record.response
+    assert answer is not None
+    return f"{record.prompt_text}\n\n{answer.text}"
 
 
 def training_texts(record: Record) -> Iterator[str]:

@@ -23,7 +23,6 @@ from typing import IO, Any, NoReturn
 
 from rlhf_core.config.address import DATA_SUFFIXES, Address
 from rlhf_core.config.redact import shown
-from rlhf_core.data.parquet import cells_of
 from rlhf_core.errors import DataError
 from rlhf_core.system.files import LFS_POINTER, exists, open_regular, unfit
 
@@ -35,6 +34,9 @@ MAX_ARRAY_BYTES = 2 * 2**30
 """Maximum size of a .json file. Its array is parsed as a whole, which needs several times its size."""
 BEGINNING_ROWS = 20
 """Number of rows that are read before the run. `check_beginning` refuses a file if none of them is usable."""
+_BATCH_ROWS = 64
+"""Rows of a parquet file that are decoded at once. A few bytes of it can be a thousand copies of a long text.
+"""
 _SMALL_ARRAY_BYTES = 8_000_000
 """Maximum size of a .json file that `check_beginning` parses. An array can only be parsed as a whole."""
 _BOM = b"\xef\xbb\xbf"
@@ -550,14 +552,13 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 f"{file}: the column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one of"
                 " them"
             )
-        metadata = pq.read_metadata(stream)
-        for group in range(metadata.num_row_groups):
-            for cells, size in cells_of(stream, metadata, group):
+        for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS):
+            for row in batch.to_pylist():
                 number += 1
-                if size > MAX_ROW_BYTES:
+                if _text_size(row) > MAX_ROW_BYTES:
                     yield BadRow(file, number, f"longer than {MAX_ROW_BYTES // 2**20} MiB", "")
                 else:
-                    yield Row(file, number, dict(zip(names, cells, strict=True)))
+                    yield Row(file, number, row)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file}: a text in it, about row {number + 1}, is not UTF-8; export it again"
@@ -570,3 +571,14 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         raise DataError(
             f"{file}: the parquet file is damaged: {' '.join(str(error).split())[:200]}; copy it again"
         ) from error
+
+
+def _text_size(value: Any) -> int:
+    """Return the number of characters (or bytes, for binary values) of all texts in a value."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_size, value.values()))
+    if isinstance(value, list):
+        return sum(map(_text_size, value))
+    return 0

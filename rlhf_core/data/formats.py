@@ -3,7 +3,7 @@
 | format       | fields                                                                     |
 |--------------|----------------------------------------------------------------------------|
 | `text`       | `text`                                                                     |
-| `messages`   | `messages`: system (optional), then user and assistant in turn             |
+| `messages`   | `messages`: system (optional), then user, assistant and tools in turn      |
 | `completion` | `prompt`, `completion`                                                     |
 | `preference` | `prompt`, `chosen`, `rejected`; without `prompt`, two whole conversations  |
 | `prompt`     | `prompt`                                                                   |
@@ -11,10 +11,11 @@
 `prompt` is a string or a message list; `completion`, `chosen` and `rejected` are strings, or message lists
 with or without the prompt's messages in front. Two conversations without `prompt` (message lists, or the
 "\\n\\nHuman: ...\\n\\nAssistant: ..." transcripts of HH-RLHF) share their common beginning as the prompt. A
-field `system` of a row is the first message of its prompt or conversation. A content can be a list of parts
-of the type `text`, and the role `developer` is `system`. With `auto`, rows of ShareGPT (`conversations`) are
-`messages`, and rows of Alpaca (`instruction`, `input`, `output`) are `completion`. Without another
-field for it, `question` and `problem` are the prompt.
+field `system` of a row is the first message of its prompt or conversation, and a field `tools` is part of
+the prompt. A content can be a list of parts of the type `text`, and the role `developer` is `system`. With
+`auto`, rows of ShareGPT (`conversations`) and xLAM (`query`, `answers`, `tools`) are `messages`, and rows of
+Alpaca (`instruction`, `input`, `output`) and Dolly (`instruction`, `context`, `response`) are `completion`.
+Without another field for it, `question` and `problem` are the prompt.
 
 A row may not say something that is then not done. Fields of messages that are neither used nor known as
 descriptions are refused, as are fields of rows that are known to change what is trained (`_REFUSED`). All
@@ -26,37 +27,46 @@ from __future__ import annotations
 
 import json
 import re
-import string
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhf_core.config.data import Format
-from rlhf_core.data.files import json_type
+from rlhf_core.config.data import Format, Thoughts
+from rlhf_core.data.messages import (
+    TRAINED,
+    Message,
+    RowError,
+    answer,
+    checked_text,
+    in_turn,
+    is_empty,
+    messages_of,
+    tools_of,
+)
 
-ROLES = ("system", "user", "assistant")
-_SPEAKERS = {"human": "user", "gpt": "assistant"}
+_SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles of ShareGPT that have other names here."""
+_INSTRUCTIONS = (("instruction", "input", "output"), ("instruction", "context", "response"))
+"""Names of instruction, context and answer in Alpaca and Dolly."""
 _PROMPT_NAMES = ("question", "problem")
 """Names of the prompt in sets of problems, such as GSM8K and MATH."""
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
 _USED: dict[str, frozenset[str]] = {
     "text": frozenset({"text", "label", "weight", "train"}),
-    "messages": frozenset({"messages", "system", "label", "weight", "train"}),
-    "completion": frozenset({"prompt", "completion", "system", "label", "weight", "train"}),
-    "preference": frozenset({"prompt", "chosen", "rejected", "system", "margin"}),
-    "prompt": frozenset({"prompt", "messages", "system"}),
+    "messages": frozenset({"messages", "system", "tools", "label", "weight", "train"}),
+    "completion": frozenset({"prompt", "completion", "system", "tools", "label", "weight", "train"}),
+    "preference": frozenset({"prompt", "chosen", "rejected", "system", "tools", "margin"}),
+    "prompt": frozenset({"prompt", "messages", "system", "tools"}),
 }
 """Fields that each format uses."""
 _PART_OF_PROMPT = "is part of the prompt; write it into 'prompt'"
-_PART_OF_ANSWER = "is part of the answer; write it into the answer"
+_PART_OF_ANSWER = "is part of the answer; write it into the answer as <think>...</think>"
 _REFUSED = {
     "system_prompt": "must be named 'system'; use `rename`",
     "instruction": _PART_OF_PROMPT,
     "input": _PART_OF_PROMPT,
     "history": _PART_OF_PROMPT,
-    "tools": _PART_OF_PROMPT,
-    "functions": _PART_OF_PROMPT,
+    "functions": "must be named 'tools'; use `rename`",
     "chat_template_kwargs": "changes how the row is rendered, which is not supported; leave it out",
     "image": "is not supported: models read text only; leave it out",
     "images": "is not supported: models read text only; leave it out",
@@ -65,29 +75,12 @@ _REFUSED = {
     "completions": "has several answers or steps, which is not supported; write one into 'completion'",
 }
 """Fields of rows that change what a row means and that no format uses, with the rule and the fix."""
-_TRAINED = ("weight", "train")
-"""Fields of a message, or of a whole row, that say whether it is trained."""
 _NUMBER = re.compile(r"\s*[-+]?[\d.]+\s*")
 _CELLS = {"": None, "true": True, "false": False, "1": 1, "0": 0}
-_DESCRIPTION = re.compile(
-    r"(.*_)?(id|name|date|time|timestamp|created|lang|language|model|ip)|created_at|updated_at|header|country"
-    r"|state|toxic|redacted|temperature|top_p|usage|token_counter|turn_identifier|system_fingerprint"
-)
-"""Fields of a message that describe it: names, numbers and dates, and those of WildChat."""
 _LONG_TEXT = 40
 """Number of characters from which a text with blanks is none of the short values of tables, such as a
 category.
 """
-INVISIBLE = (
-    string.whitespace
-    + "\x1c\x1d\x1e\x1f\x85\xa0\xad\u115f\u1160\u1680\u180e\u2800\u3000\u3164\ufeff\uffa0"
-    + "".join(
-        chr(code)
-        for start, end in ((0x2000, 0x2010), (0x2028, 0x2030), (0x205F, 0x2070))
-        for code in range(start, end)
-    )
-)
-"""All white space of Unicode, and invisible characters."""
 _TRANSCRIPT_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -107,20 +100,6 @@ def field_value(row: Mapping[str, Any], name: str) -> Any | None:
     return value
 
 
-class RowError(ValueError):
-    """This row cannot be used; the message is the reason, one sentence."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-    trained: bool = True
-    """Whether a demonstration trains the message, if it is the assistant's."""
-
-
 @dataclass(frozen=True)
 class Record:
     """A checked row. Which fields are set follows from `kind`."""
@@ -133,10 +112,12 @@ class Record:
     """`text` rows."""
     messages: tuple[Message, ...] = ()
     """`messages` rows: the whole conversation; `prompt` is what comes before its last assistant turn."""
-    response: str | None = None
+    response: Message | None = None
     """`completion` rows, and the `chosen` of `preference` rows."""
-    rejected: str | None = None
+    rejected: Message | None = None
     """`preference` rows."""
+    tools: str = ""
+    """Functions that the assistant can call: JSON text of a list, or empty."""
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Every other field of the row: JSON."""
     marked_bad: bool = False
@@ -144,22 +125,27 @@ class Record:
 
     @property
     def prompt_text(self) -> str:
-        """The prompt as plain text: the contents of its messages with blank lines between them.
+        """The prompt as plain text: the tools and its messages with blank lines between them.
 
         For `text` rows, the text.
         """
         if self.text is not None:
             return self.text
-        return "\n\n".join(message.content for message in self.prompt)
+        tools = [self.tools] if self.tools else []
+        return "\n\n".join([*tools, *(message.text for message in self.prompt)])
 
     @property
     def texts(self) -> Iterator[str]:
         """All texts of the record."""
-        for message in self.messages or self.prompt:
+        if self.text is not None:
+            yield self.text
+        answers = [each for each in (self.response, self.rejected) if each is not None]
+        for message in (*(self.messages or self.prompt), *answers):
             yield message.content
-        for text in (self.text, self.response, self.rejected):
-            if text is not None:
-                yield text
+            if message.thoughts:
+                yield message.thoughts
+            for call in message.calls:
+                yield call.arguments
 
 
 def normalise(
@@ -169,6 +155,7 @@ def normalise(
     *,
     demonstration: bool = False,
     ignore: Collection[str] = (),
+    thoughts: Thoughts | None = None,
 ) -> Record:
     """Return `row` as a checked record. Raises RowError with the reason.
 
@@ -179,6 +166,7 @@ def normalise(
         demonstration: Whether the answer is to be trained. `auto` then prefers `messages` to a `prompt`
             alone, which has no answer. Otherwise `messages` may end with the user's, and are a prompt.
         ignore: Fields of the row and of its messages that are not read. `meta` has those of the row.
+        thoughts: `data.thoughts`.
     """
     row = _renamed(row, rename or {})
     meta = _meta(row)
@@ -192,44 +180,55 @@ def normalise(
         return Record("text", text=_string(row, "text"), meta=meta, marked_bad=bad)
     read_inside = {theirs.split(".")[0] for theirs in rename or {}}
     for name, rule in _REFUSED.items():
-        if name not in read_inside and not _is_empty(row.get(name)):
+        if name not in read_inside and not is_empty(row.get(name)):
             if name in ("instruction", "input") and kind != "messages" and row.get("prompt") is None:
                 rule = f"may be the prompt, which is missing: use `rename: {{{name}: prompt}}`"
             raise RowError(f"{name!r} {rule}, or name it in `ignore`")
+    tools = tools_of(row.get("tools"))
     if kind == "messages":
-        messages = _with_system(row, _messages(row, "messages", "a list of messages", weights=demonstration))
-        _in_turn(messages, "messages")
+        messages = messages_of(
+            row, "messages", "a list of messages", weights=demonstration, thoughts=thoughts
+        )
+        messages = _with_system(row, messages)
+        in_turn(messages, "messages")
         if messages[-1].role == "assistant":
             if not any(message.trained for message in messages if message.role == "assistant"):
                 raise RowError("'messages' has no answer that is trained (`weight` is 0, or `train` false)")
-            return Record("messages", prompt=messages[:-1], messages=messages, meta=meta, marked_bad=bad)
+            return Record(
+                "messages", messages[:-1], messages=messages, tools=tools, meta=meta, marked_bad=bad
+            )
         if demonstration:
             raise RowError("the last of 'messages' must be the assistant's")
-        return Record("prompt", prompt=messages, meta=meta)
+        return Record("prompt", messages, tools=tools, meta=meta)
     if kind == "preference":
-        return replace(_preference(row, meta), marked_bad=bad)
-    prompt = _prompt(row)
+        return replace(_preference(row, thoughts), tools=tools, meta=meta, marked_bad=bad)
+    prompt = _prompt(row, thoughts)
+    record = Record(kind, _with_system(row, prompt), tools=tools, meta=meta, marked_bad=bad)
     if kind == "prompt":
-        return Record("prompt", prompt=_with_system(row, prompt), meta=meta)
-    response = _response(row, "completion", prompt)
-    return Record(
-        "completion", prompt=_with_system(row, prompt), response=response, meta=meta, marked_bad=bad
-    )
+        return record
+    return replace(record, response=_response(row, "completion", prompt, thoughts))
 
 
 def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row of ShareGPT, Alpaca or a set of problems with the fields of one of the five formats."""
+    """Return a row of ShareGPT, Alpaca, Dolly, xLAM or a set of problems with the fields of one of the five
+    formats.
+    """
     has = {name for name, value in row.items() if value is not None}
     conversation = row.get("conversations")
     if isinstance(conversation, list) and "messages" not in has:
         messages = [_from_share_gpt(item) for item in conversation]
         return {**_without(row, ("conversations",)), "messages": messages}
-    if {"instruction", "output"} <= has and not has & {"prompt", "completion", "messages", "chosen"}:
-        parts = [part for part in (row["instruction"], row.get("input")) if not _is_empty(part)]
-        texts = [part for part in parts if isinstance(part, str)]
-        if texts and len(texts) == len(parts):
-            kept = _without(row, ("instruction", "input", "output"))
-            return {**kept, "prompt": "\n\n".join(texts), "completion": row["output"]}
+    if not has & {"prompt", "completion", "messages", "chosen"}:
+        for question, context, output in _INSTRUCTIONS:
+            parts = [part for part in (row.get(question), row.get(context)) if not is_empty(part)]
+            texts = [part for part in parts if isinstance(part, str)]
+            if {question, output} <= has and texts and len(texts) == len(parts):
+                kept = _without(row, (question, context, output))
+                return {**kept, "prompt": "\n\n".join(texts), "completion": row[output]}
+        if {"query", "answers", "tools"} <= has:
+            called = {"role": "assistant", "content": None, "tool_calls": row["answers"]}
+            kept = _without(row, ("query", "answers"))
+            return {**kept, "messages": [{"role": "user", "content": row["query"]}, called]}
     chosen = row.get("chosen")
     is_conversation = isinstance(chosen, list) or (isinstance(chosen, str) and _is_transcript(chosen))
     # With choices or a context, the question alone is not the prompt.
@@ -248,6 +247,9 @@ def _is_transcript(text: str) -> bool:
 def _from_share_gpt(item: Any) -> Any:
     if not isinstance(item, Mapping) or "from" not in item:
         return item
+    if item["from"] == "function_call":
+        kept = _without(item, ("from", "value"))
+        return {**kept, "role": "assistant", "content": None, "tool_calls": item.get("value")}
     role = _SPEAKERS.get(str(item["from"]), item["from"])
     return {**_without(item, ("from", "value")), "role": role, "content": item.get("value")}
 
@@ -258,7 +260,7 @@ def other_fields(row: Mapping[str, Any], rename: Mapping[str, str], record: Reco
     """
     found = {}
     for name, value in _from_other_layout(_renamed(row, rename)).items():
-        if name not in _USED[record.kind] | {"group"} and not _is_empty(value):
+        if name not in _USED[record.kind] | {"group"} and not is_empty(value):
             is_text = name not in _OWN_FIELDS and _is_long_text(value)
             found[str(name)] = is_text and not any(value in text for text in record.texts)
     return found
@@ -268,25 +270,11 @@ def _is_long_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) >= _LONG_TEXT and (" " in value or not value.isascii())
 
 
-def _is_empty(value: Any) -> bool:
-    """Return whether a value says nothing: null, blank, or a list or object of such values only."""
-    values = [value]
-    while values:  # no recursion: rows can be nested deeply
-        each = values.pop()
-        if isinstance(each, Mapping):
-            values += each.values()
-        elif isinstance(each, list | tuple):
-            values += each
-        elif each is not None and not (isinstance(each, str) and not each.strip(INVISIBLE)):
-            return False
-    return True
-
-
 def _is_marked_bad(row: Mapping[str, Any], kind: Format) -> bool:
     """Return whether the row says that its answer is not trained: by `label`, as in rows of KTO, by `train`
     or by `weight`.
     """
-    for name in ("label", *_TRAINED):
+    for name in ("label", *TRAINED):
         value = row.get(name)
         if isinstance(value, str):  # a cell of a CSV file
             value = _CELLS.get(value.strip().lower(), value)
@@ -321,7 +309,7 @@ def _without(row: Mapping[str, Any], ignore: Collection[str]) -> Mapping[str, An
 
 def _with_system(row: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """Return the messages with the row's `system` as the first one."""
-    if _is_empty(row.get("system")):
+    if is_empty(row.get("system")):
         return messages
     system = Message("system", _string(row, "system"))
     if messages[0].role != "system":
@@ -340,7 +328,7 @@ def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, 
         value = field_value(row, theirs)
         if value is None:
             continue
-        if theirs.split(".")[0] != ours and not _is_empty(kept.get(ours)):
+        if theirs.split(".")[0] != ours and not is_empty(kept.get(ours)):
             raise RowError(
                 f"the row has {ours!r} already, so {theirs!r} cannot be renamed to it; take it out of"
                 f" `rename`, or rename {ours!r} as well"
@@ -403,193 +391,83 @@ def _as_text(value: Any) -> str:
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
-def _checked(text: Any, name: str) -> str:
-    if text is None:
-        raise RowError(f"{name} is missing or null")
-    if not isinstance(text, str):
-        raise RowError(f"{name} must be a string; got {json_type(text)}")
-    if not text.strip(INVISIBLE):
-        raise RowError(f"{name} is {'blank' if text else 'empty'}")
-    if "\x00" in text:
-        raise RowError(f"{name} has a NUL character")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RowError(
-                f"{name} has a lone surrogate (half a character) at position {error.start}"
-            ) from error
-    return text
-
-
 def _string(row: Mapping[str, Any], name: str) -> str:
-    return _checked(row.get(name), repr(name))
+    return checked_text(row.get(name), repr(name))
 
 
-def _messages(
-    row: Mapping[str, Any],
-    name: str,
-    expected: str = "a string or a list of messages",
-    *,
-    weights: bool = False,
-) -> tuple[Message, ...]:
-    """Return a list of messages.
-
-    Args:
-        row: The row.
-        name: The field.
-        expected: What the field may have, for the reason.
-        weights: Whether each message says if it is trained. Otherwise this depends on the set, and the last
-            one must not say that it is not.
-    """
-    value = row.get(name)
-    if value is None:
-        raise RowError(f"{name!r} is missing or null")
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-        raise RowError(f"{name!r} must be {expected}; got {json_type(value)}")
-    if not value:
-        raise RowError(f"{name!r} has no messages")
-    messages = tuple(_message(item, f"{name}[{index}]") for index, item in enumerate(value))
-    if weights:
-        return messages
-    if not messages[-1].trained and messages[-1].role == "assistant" and name != "messages":
-        raise RowError(f"the answer of {name!r} is marked as not trained (`weight` is 0, or `train` false)")
-    return tuple(Message(message.role, message.content) for message in messages)
-
-
-def _message(item: Any, name: str) -> Message:
-    if not isinstance(item, Mapping):
-        raise RowError(f"{name} must be an object with 'role' and 'content'; got {json_type(item)}")
-    role = item.get("role")
-    if role == "developer":  # the name of the system message in the API of newer models
-        role = "system"
-    if role not in ROLES:
-        fields = ", ".join(sorted(map(repr, item))[:8])
-        got = repr(str(role)[:40]) if "role" in item else f"no role (fields: {fields})"
-        raise RowError(f"{name}.role must be system, user or assistant; got {got}")
-    for key, value in item.items():
-        if key in ("role", "content", *_TRAINED) or _DESCRIPTION.fullmatch(str(key)) or _is_empty(value):
-            continue
-        raise RowError(
-            f"{name}.{str(key)[:40]} is not supported: only 'role', 'content', 'weight' and 'train' of a"
-            " message are; write it into 'content', or name it in `ignore`"
-        )
-    trained = all(_says_trained(item, key, str(role), name) for key in _TRAINED)
-    content = _checked(_joined_parts(item.get("content"), name), f"{name}.content")
-    return Message(str(role), content, trained or role != "assistant")
-
-
-def _joined_parts(content: Any, name: str) -> Any:
-    """Return the text of a content that is a list of parts of the type `text`."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else json_type(part)
-            raise RowError(
-                f"{name}.content has a part of the type {str(kind)[:40]!r}: only text is read; leave it out"
-            )
-        texts.append(_checked(part.get("text"), f"{name}.content"))
-    return "".join(texts)
-
-
-def _says_trained(item: Mapping[str, Any], key: str, role: str, name: str) -> bool:
-    value = item.get(key)
-    if value is None:
-        return True
-    if value not in (0, 1):
-        raise RowError(
-            f"{name}.{key} must be 0 or false (not trained), or 1 or true (trained); got {str(value)[:40]};"
-            f" correct it, or name {key} in `ignore`"
-        )
-    if value and role != "assistant":
-        raise RowError(
-            f"{name}.{key} must be 0 or false: only the assistant's messages are trained; got {value} for the"
-            f" {role}'s; correct it, or name {key} in `ignore`"
-        )
-    return bool(value)
-
-
-def _in_turn(messages: Sequence[Message], name: str) -> None:
-    """Check that the roles are system at most once and first, and then user, assistant, user, ..."""
-    first = int(bool(messages) and messages[0].role == "system")
-    for index, message in enumerate(messages[first:]):
-        expected = "assistant" if index % 2 else "user"
-        if message.role != expected:
-            raise RowError(
-                f"{name}[{first + index}].role must be {expected} (roles take turns); got {message.role!r}"
-            )
-    if len(messages) == first:
-        raise RowError(f"{name} has no user's message")
-
-
-def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+def _prompt(row: Mapping[str, Any], thoughts: Thoughts | None) -> tuple[Message, ...]:
     if row.get("prompt") is None or isinstance(row["prompt"], str):
         return (Message("user", _string(row, "prompt")),)
-    messages = _messages(row, "prompt")
-    _in_turn(messages, "prompt")
+    messages = messages_of(row, "prompt", thoughts=thoughts)
+    in_turn(messages, "prompt")
     if messages[-1].role == "assistant":
         raise RowError("the last message of 'prompt' must not be the assistant's")
     return messages
 
 
-def _response(row: Mapping[str, Any], name: str, prompt: tuple[Message, ...]) -> str:
-    """Return the assistant's text of a string, of one message, or of a conversation that begins with
+def _response(
+    row: Mapping[str, Any], name: str, prompt: tuple[Message, ...], thoughts: Thoughts | None
+) -> Message:
+    """Return the assistant's message of a string, of one message, or of a conversation that begins with
     `prompt`.
     """
     if row.get(name) is None or isinstance(row[name], str):
-        return _string(row, name)
-    messages = _messages(row, name)
+        return answer(_string(row, name), repr(name), thoughts)
+    return _only_answer(messages_of(row, name, thoughts=thoughts), name, prompt)
+
+
+def _only_answer(messages: tuple[Message, ...], name: str, prompt: tuple[Message, ...]) -> Message:
     if messages[: len(prompt)] == prompt:
         messages = messages[len(prompt) :]
     if len(messages) != 1 or messages[0].role != "assistant":
         raise RowError(
             f"{name!r} must be one assistant message after the prompt; got {[m.role for m in messages]}"
         )
-    return messages[0].content
+    return messages[0]
 
 
-def _preference(row: Mapping[str, Any], meta: dict[str, Any]) -> Record:
-    prompt = _prompt(row) if row.get("prompt") is not None else None
-    if prompt is None:
-        row, prompt = _shared_prompt(row)
-    chosen, rejected = _response(row, "chosen", prompt), _response(row, "rejected", prompt)
+def _preference(row: Mapping[str, Any], thoughts: Thoughts | None) -> Record:
+    if row.get("prompt") is None:
+        prompt, chosen, rejected = _shared_prompt(row, thoughts)
+    else:
+        prompt = _prompt(row, thoughts)
+        chosen = _response(row, "chosen", prompt, thoughts)
+        rejected = _response(row, "rejected", prompt, thoughts)
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same")
-    prompt = _with_system(row, prompt)
-    return Record("preference", prompt=prompt, response=chosen, rejected=rejected, meta=meta)
+    return Record("preference", _with_system(row, prompt), response=chosen, rejected=rejected)
 
 
-def _shared_prompt(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[Message, ...]]:
-    """Return the row with `chosen` and `rejected` as lists of messages, and their common first messages."""
-    lists = {name: _conversation(row, name) for name in ("chosen", "rejected")}
-    chosen, rejected = lists["chosen"], lists["rejected"]
+def _shared_prompt(
+    row: Mapping[str, Any], thoughts: Thoughts | None
+) -> tuple[tuple[Message, ...], Message, Message]:
+    """Return the common first messages of `chosen` and `rejected`, and the two answers."""
+    chosen, rejected = (_conversation(row, name, thoughts) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same")
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
     prompt = chosen[:shared]
-    _in_turn(prompt, "the common beginning of 'chosen' and 'rejected'")
+    in_turn(prompt, "the common beginning of 'chosen' and 'rejected'")
     if prompt[-1].role == "assistant":
         raise RowError(
             "'chosen' and 'rejected' must differ in the assistant's last message, not in the user's"
         )
-    plain = {name: [{"role": m.role, "content": m.content} for m in value] for name, value in lists.items()}
-    return {**row, **plain}, prompt
+    return prompt, _only_answer(chosen, "chosen", prompt), _only_answer(rejected, "rejected", prompt)
 
 
-def _conversation(row: Mapping[str, Any], name: str) -> tuple[Message, ...]:
+def _conversation(row: Mapping[str, Any], name: str, thoughts: Thoughts | None) -> tuple[Message, ...]:
     value = row.get(name)
     if not isinstance(value, str):
-        return _messages(row, name)
+        return messages_of(row, name, thoughts=thoughts)
     if not _is_transcript(value):
         raise RowError(f"'prompt' is missing, and {name!r} is not a conversation that holds it")
     # The text begins with a speaker, so the part before the first one is empty.
     _, *turns = _TRANSCRIPT_TURN.split(value)
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return tuple(
-        Message(roles[speaker], _checked(text.strip(), f"{name!r}, turn {index},"))
-        for index, (speaker, text) in enumerate(zip(turns[::2], turns[1::2], strict=True))
-    )
+    messages = []
+    for index, (speaker, text) in enumerate(zip(turns[::2], turns[1::2], strict=True)):
+        field = f"{name!r}, turn {index},"
+        text = checked_text(text.strip(), field)
+        messages.append(answer(text, field, thoughts) if speaker == "Assistant" else Message("user", text))
+    return tuple(messages)

@@ -96,7 +96,7 @@ def prepare(
             write(out, FILE_NAMES[name], split, [item.example for item in items])
     tokenizer = prepared.encoder.tokenizer
     save_tokenizer(tokenizer, out / "tokenizer")
-    write_response_prefix(out, prepared.encoder.response_prefix)
+    write_response_prefix(out, prepared.encoder.response_prefix, config.data.thoughts)
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
     # The template was read between this check and its digest.
@@ -295,11 +295,13 @@ def _encode(
     for name in SETS:
         for item in records[name]:
             try:
-                record = encode_record(item, name, encoder, bounds)
-                encoded[name].append(record)
-                lengths.add(name, record.lengths)
-                if record.longest_turn is not None:
-                    lengths.turns.append(record.longest_turn)
+                sequences = encode_record(item, name, encoder, bounds)
+                encoded[name] += sequences
+                counts[name].further += len(sequences) - 1
+                for record in sequences:
+                    lengths.add(name, record.lengths)
+                    if record.longest_turn is not None:
+                        lengths.turns.append(record.longest_turn)
             except RecordDropped as dropped:
                 counts[name].dropped[str(dropped)] += 1
                 lengths.add(name, dropped.lengths)

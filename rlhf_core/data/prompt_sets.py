@@ -90,7 +90,11 @@ def _records(
 ) -> Generator[SourceRecord]:
     count = 0
     for row in read_rows(source, config.store, contents):
-        item = row if isinstance(row, BadRow) else to_record(row, source, "prompts", short_name(source))
+        item = (
+            row
+            if isinstance(row, BadRow)
+            else to_record(row, source, "prompts", short_name(source), config.data.thoughts)
+        )
         if isinstance(item, BadRow):
             raise DataError(f"{field}: {item.file}:{item.line}: {item.reason}; correct the row")
         count += 1
@@ -101,7 +105,8 @@ def _records(
 
 def _encoded(field: str, item: SourceRecord, encoder: Encoder, limits: Limits) -> PromptExample:
     try:
-        example = within(encode_record(item, "prompts", encoder, limits), limits).example
+        [encoded] = encode_record(item, "prompts", encoder, limits)
+        example = within(encoded, limits).example
     except (RecordDropped, EncodeError) as error:
         raise DataError(
             f"{field}: {item.file}:{item.line}: {error}; correct the row, or raise the limit"

@@ -8,7 +8,6 @@ import math
 import os
 import resource
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +24,8 @@ _OWN_CHARS = 2**16
 also repeat each message once. Tokenizing a text without a limit would take minutes and gigabytes.
 """
 _OWN_CHARS_OF_A_MESSAGE = 2**10
+_INDENTED = 8
+"""Growth of tools that a template writes as indented JSON."""
 DATE = datetime(2024, 7, 26)
 """The date that `strftime_now` returns in templates. It is the default date of Llama 3.2's template."""
 
@@ -33,20 +34,31 @@ class TemplateError(ValueError):
     """The template raised an exception. The message describes the exception and its location."""
 
 
-def chat_template(tokenizer: Any) -> str | None:
-    """Return the tokenizer's template; of several with names, the one that is used without tools."""
+def chat_template(tokenizer: Any, tools: bool = False) -> str | None:
+    """Return the tokenizer's template; of several with names, the one that is used with or without tools."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
-        template = template.get("default")
+        template = (template.get("tool_use") if tools else None) or template.get("default")
     return template if isinstance(template, str) else None
 
 
 def render(
-    tokenizer: Any, messages: list[dict[str, str]], generate: bool, marks: bool
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    generate: bool,
+    marks: bool,
+    tools: list[Any] | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the rendered text, and with `marks` the spans of its {% generation %} blocks.
 
-    `generate` adds the generation prompt. Raises TemplateError.
+    Args:
+        tokenizer: The tokenizer with its template.
+        messages: Messages as templates read them.
+        generate: Whether to add the generation prompt.
+        marks: Whether to return the spans.
+        tools: Functions as templates read them; None without any.
+
+    Raises TemplateError.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -55,7 +67,8 @@ def render(
             # The tokenizer's `apply_chat_template` calls this function, but returns no spans.
             texts, spans = render_jinja_template(
                 [messages],
-                chat_template=chat_template(tokenizer),
+                tools=tools,
+                chat_template=chat_template(tokenizer, tools is not None),
                 add_generation_prompt=generate,
                 return_assistant_tokens_mask=marks,
                 strftime_now=DATE.strftime,
@@ -63,10 +76,20 @@ def render(
             )
     except Exception as error:  # a template is a program and can raise any exception
         raise TemplateError(_reason(error)) from error
-    limit = _OWN_CHARS + sum(2 * len(each["content"]) + _OWN_CHARS_OF_A_MESSAGE for each in messages)
+    limit = _OWN_CHARS + sum(2 * characters(each) + _OWN_CHARS_OF_A_MESSAGE for each in messages)
+    limit += _INDENTED * characters(tools)
     if len(texts[0]) > limit:
         raise TemplateError(f"it renders {len(texts[0]):,} characters, more than the {limit:,} that it may")
     return texts[0], [tuple(span) for span in spans[0]] if marks else []
+
+
+def characters(value: Any) -> int:
+    """Return the number of characters of all texts in messages or tools, names of fields included."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(characters(key) + characters(each) for key, each in value.items())
+    return sum(map(characters, value)) if isinstance(value, list) else 0
 
 
 @contextmanager
@@ -92,37 +115,28 @@ def memory_limit(spare: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def ends_within(seconds: float, function: Callable[[], object], *, wall: float = 60.0) -> bool:
+def ends_within(seconds: float, function: Callable[[], object], *, wall: int = 60) -> bool:
     """Return whether `function` ends within the given processor time (whole seconds), tested in a forked
     process.
 
-    The fork is also killed after `wall` seconds of real time, because it may wait forever for a lock that
-    another thread held at the time of the fork. Results and exceptions of `function` do not reach this
-    process. A time limit in this process could not end a long operation inside C code. Returns True if the
-    process cannot be forked.
+    The kernel also ends the fork after `wall` seconds of real time, because it may wait forever for a lock
+    that another thread held at the time of the fork. Results and exceptions of `function` do not reach this
+    process. A time limit in this process could not end a long operation inside C code.
     """
-    if not hasattr(os, "fork"):
-        return True
     child = os.fork()
     if child == 0:
         try:
             limit = math.ceil(seconds)
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(wall)
             with suppress(Exception):
                 function()
         finally:
             # Not `sys.exit`: exit handlers and unwritten buffers are copies of those of the parent.
             os._exit(0)
-    deadline = time.monotonic() + wall
-    ended, status = os.waitpid(child, os.WNOHANG)
-    while not ended and time.monotonic() < deadline:
-        time.sleep(0.005)
-        # The kernel ends the process at the limit of its processor time.
-        ended, status = os.waitpid(child, os.WNOHANG)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) == 0
 
 

@@ -23,6 +23,7 @@ from typing import IO, Any, TypeVar, cast
 
 from rlhf_core.config.address import (
     BASE_STAGES,
+    Address,
     AddressKind,
     base_of,
     is_hub_model,
@@ -51,12 +52,20 @@ _T = TypeVar("_T")
 _AnySource = TypeVar("_AnySource", bound=Source)
 
 
+def address_of(source: Source) -> Address:
+    """Return the address of a source: its `path`, and the folder `subset` in it unless it is on the hub."""
+    address = parse_address(source.path)
+    if source.subset is None or address.kind not in ("local", "s3"):
+        return address
+    return parse_address(f"{source.path.rstrip('/')}/{source.subset}")
+
+
 def short_name(source: Source) -> str:
     """Return a short name of a source, for `PairExample.source`, the data card and metrics."""
-    address = parse_address(source.path)
+    address = address_of(source)
     if address.kind in ("synthetic", "hub"):
-        return source.path
-    name = source.path.rstrip("/").rsplit("/", 1)[-1]
+        return source.path if source.subset is None else f"{source.path}/{source.subset}"
+    name = address.text.rstrip("/").rsplit("/", 1)[-1]
     if address.kind == "local" and name in ("", ".", ".."):
         return address.path.resolve().name or "/"
     return name
@@ -82,7 +91,7 @@ def read_rows(
     the expected contents of the files; with None, they are not checked. Raises DataError if a file is
     missing, unusable or changed, and StoreUnavailable if a bucket does not answer.
     """
-    kind = parse_address(source.path).kind
+    kind = address_of(source).kind
     if kind == "synthetic":
         raise ValueError("the synthetic task is generated, not read: see rlhf_core.data.synthetic.generate")
     rows = _read_hub(source) if kind == "hub" else _read_files(source, kind, store, contents)
@@ -141,7 +150,7 @@ def source_marks(config: PipelineConfig) -> dict[str, str]:
 
 
 def _mark(source: Source, store: StoreConfig) -> str:
-    kind = parse_address(source.path).kind
+    kind = address_of(source).kind
     if kind in ("synthetic", "hub"):
         return _contents(source, store).digest
     marks = []
@@ -159,7 +168,7 @@ def count_rows(config: PipelineConfig) -> int:
     """Return the number of rows of all data sources, also of those that cannot be used."""
     rows = 0
     for source in _data_sources(config).values():
-        if parse_address(source.path).kind != "synthetic":
+        if address_of(source).kind != "synthetic":
             rows += sum(1 for _ in read_rows(source, config.store))
     return rows
 
@@ -203,7 +212,7 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
     """
 
     def commit_of(source: _AnySource) -> _AnySource:
-        if parse_address(source.path).kind != "hub":
+        if address_of(source).kind != "hub":
             return source
         return source.model_copy(
             update={"revision": resolve_revision(source.path, "dataset", source.revision)}
@@ -232,17 +241,17 @@ def _commit_of_base(config: PipelineConfig, stage: StageName) -> dict[str, str]:
 
 
 def _contents(source: Source, store: StoreConfig) -> Contents:
-    kind = parse_address(source.path).kind
+    kind = address_of(source).kind
     if kind == "synthetic":
         return Contents(f"synthetic@{SYNTHETIC_VERSION}")
     if kind == "hub":
-        return Contents(
-            f"hub:{source.path}@{resolve_revision(source.path, 'dataset', source.revision)}:{source.split}"
-        )
+        commit = resolve_revision(source.path, "dataset", source.revision)
+        subset = "" if source.subset is None else f":{source.subset}"
+        return Contents(f"hub:{source.path}@{commit}:{source.split}{subset}")
     files = {file: _stream_digest(_open(file, kind, store)) for file in _list_files(source, kind, store)}
     # Names relative to the source, so that a copy elsewhere, and another spelling of the path (`./a`, `a//b`,
     # file://), have the same digest. Local files are named by such a normal path.
-    root = source.path if kind == "s3" else str(parse_address(source.path).path)
+    root = address_of(source).text if kind == "s3" else str(address_of(source).path)
     parts = [f"{_relative(file, root)}\x1f{digest}" for file, digest in files.items()]
     return Contents(hashlib.sha256("\x1e".join(parts).encode()).hexdigest(), files)
 
@@ -310,7 +319,7 @@ def _list_files(source: Source, kind: AddressKind, store: StoreConfig) -> list[s
     """Return the file or object itself, or the supported files of the split under a folder, sorted."""
     if kind == "s3":
         return list(_objects(source, store))
-    return [str(file) for file in list_files(parse_address(source.path), source.split)]
+    return [str(file) for file in list_files(address_of(source), source.split)]
 
 
 @lru_cache(maxsize=4)
@@ -328,7 +337,7 @@ def _objects(
     """Return the listing's entry of the object, or of the data files of the split below it, by address and
     sorted.
     """
-    path = source.path
+    path = address_of(source).text
     if problem := s3_problem(path):
         raise DataError(f"a data source {problem}")
 
@@ -430,7 +439,7 @@ def _read_hub(source: Source) -> Generator[Row | BadRow]:
     import datasets
 
     try:
-        data = datasets.load_dataset(source.path, split=source.split, revision=source.revision)
+        data = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
     except Exception as error:  # the hub client and the file readers below it raise many unrelated types
         reason = " ".join(str(error).split())[:300]
         raise DataError(

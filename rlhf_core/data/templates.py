@@ -1,7 +1,11 @@
 """From messages to tokens: the chat template applied exactly once, and which tokens the assistant wrote.
 
-    messages -> render (Jinja, sandboxed) -> text + character spans of the assistant -> tokens + offsets ->
-    ids, mask
+    messages, tools -> render (Jinja, sandboxed) -> text + character spans of the assistant
+                    -> tokens + offsets -> ids, mask
+
+Without {% generation %} marks, a span is what follows the rendering of the messages before an answer with the
+generation prompt. Some templates render an earlier answer otherwise than the last one, for example without
+its thoughts. Then each answer becomes a sequence of its own, as the policy writes it.
 
 Text of users that spells a special token ("</s>") stays text: while rendering, one private-use character
 stands for it, so that the special tokens found in the rendered text are the template's own. A conversation
@@ -10,15 +14,16 @@ without such text is tokenised in the ordinary way, as the tokenizer itself woul
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Call, Message
 from rlhf_core.data.rendering import DATE, TemplateError, chat_template, ends_within, render
 from rlhf_core.errors import ModelError
 from rlhf_core.system.files import read_bounded
@@ -29,6 +34,13 @@ _GENERATION = re.compile(r"\{%-?\+?\s*generation\s*-?%\}")
 _TEMPLATE_SECONDS = 2.0
 _MAX_TEMPLATE_BYTES = 2**20
 _NEUTRAL = "It is noon."
+_THOUGHT_FIELDS = ("reasoning_content", "thinking")
+"""Fields of a message in which templates read thoughts."""
+_OPENS = "<think>"
+_MARK = "\uf8ff"
+"""A private-use character that shows where a text is in a rendering."""
+_NEUTRALISED = ("content", *_THOUGHT_FIELDS)
+_LEFT_OUT = "use one that renders tools in data.chat_template, or name `tools` in `ignore`"
 _FOREIGN_MARKS = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]"
 """Role marks of the chat templates of other models: <|im_start|>, [INST] and similar ones."""
 _CHARS_PER_TOKEN = 256
@@ -51,6 +63,16 @@ def read_chat_template(path: str) -> bytes:
 
 class EncodeError(ValueError):
     """This one row cannot be encoded; the message is the reason. Callers count or quarantine the row."""
+
+
+class NotContinuedError(EncodeError):
+    """The template does not render a conversation as a continuation of its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the chat template does not render a conversation as a continuation of its beginning, so the"
+            " assistant's tokens cannot be recognised; put {% generation %} marks into it"
+        )
 
 
 @dataclass(frozen=True)
@@ -94,37 +116,43 @@ class Encoder:
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
         own_marks = [each for each in longest_first if self._specials[each] in self._control_ids]
         self._rendered = re.compile("|".join([*map(re.escape, own_marks), _FOREIGN_MARKS]))
-        self._skeletons: dict[tuple[tuple[str, ...], bool], list[int]] = {}
+        self._skeletons: dict[tuple[tuple[tuple[str, ...], ...], str], list[int]] = {}
         self._header = ""
         """The part of the generation prompt that is inside the {% generation %} block and is not text of the
         assistant.
         """
         self._bos: int | None = _bos_added(tokenizer)
         self._marks = template == "chat" and bool(_GENERATION.search(chat_template(tokenizer) or ""))
-        self._last_prompt: tuple[tuple[Message, ...], list[int]] = ((), [])
+        text = chat_template(tokenizer) or ""
+        fields = [name for name in _THOUGHT_FIELDS if re.search(rf"[.'\"]{name}\b", text)]
+        self._thought_field = fields[0] if fields else None
+        self._last_prompt: tuple[tuple[Message, ...], str, list[int]] = ((), "", [])
         self._mark_ids = self._control_ids
         """Special tokens, and other added tokens that the template itself writes."""
         if template == "chat":
             self._check_template()
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt(self, messages: Sequence[Message], tools: str = "") -> tuple[int, ...]:
         """Return (P,) tokens of a prompt, ready for the response: BOS first if the model has one, and the
-        generation prompt last.
+        generation prompt last. `tools` is the JSON text of a list of functions.
         """
-        return tuple(self._prompt_tokens(messages).ids)
+        return tuple(self._prompt_tokens(messages, tools).ids)
 
-    def response(self, messages: Sequence[Message], response: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def response(
+        self, messages: Sequence[Message], response: Message | str, tools: str = ""
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return ((P,), (T,)) prompt and response as they stand in the whole conversation. The response ends
         with EOS.
         """
-        if self._last_prompt[0] != tuple(messages):
+        answer = Message("assistant", response) if isinstance(response, str) else response
+        if self._last_prompt[:2] != (tuple(messages), tools):
             # The two responses of a pair come one after the other.
-            self._last_prompt = (tuple(messages), self._prompt_tokens(messages).ids)
-        prompt = self._last_prompt[1]
+            self._last_prompt = (tuple(messages), tools, self._prompt_tokens(messages, tools).ids)
+        prompt = self._last_prompt[2]
         if self.template == "plain":
-            body = self._plain_response(messages, response, prompt)
+            body = self._plain_response(messages, answer.text, prompt)
         else:
-            whole = self._conversation([*messages, Message("assistant", response)], last_only=True)
+            whole = self._conversation([*messages, answer], tools, last_only=True)
             if list(whole.ids[: len(prompt)]) != prompt:
                 raise EncodeError("the prompt's tokens are not the beginning of the conversation's")
             body = list(whole.ids[len(prompt) :])
@@ -146,11 +174,29 @@ class Encoder:
         _, ids = self.response([Message("user", _NEUTRAL)], _NEUTRAL)
         return " " if self._decode(list(ids)).startswith(f" {_NEUTRAL}") else ""
 
-    def conversation(self, messages: Sequence[Message]) -> Encoded:
-        """Return a whole conversation; the mask marks every assistant turn that is trained, with its EOS."""
+    def conversation(self, messages: Sequence[Message], tools: str = "") -> Encoded:
+        """Return a whole conversation; the mask marks every assistant turn that is trained, with its EOS.
+
+        Raises NotContinuedError if it is not one sequence; see `conversations`.
+        """
         if self.template == "plain":
-            return self._plain_conversation(messages)
-        return self._conversation(messages)
+            return self._plain_conversation(messages, tools)
+        return self._conversation(messages, tools)
+
+    def conversations(self, messages: Sequence[Message], tools: str = "") -> list[Encoded]:
+        """Return a whole conversation, or a sequence for each answer that is trained, with what comes before
+        it, if the template renders earlier answers otherwise than the last one.
+        """
+        try:
+            return [self.conversation(messages, tools)]
+        except NotContinuedError:
+            parts = []
+            for index, message in enumerate(messages):
+                if message.role == "assistant" and message.trained:
+                    prompt, response = self.response(messages[:index], message, tools)
+                    mask = (0,) * len(prompt) + (1,) * len(response)
+                    parts.append(Encoded(prompt + response, mask))
+            return parts
 
     def rendered_mark(self, texts: Iterable[str]) -> str | None:
         """Return a special token or role mark that one of the texts spells, as text that was rendered with a
@@ -159,11 +205,13 @@ class Encoder:
         found = (self._rendered.search(text) for text in texts)
         return next((match.group() for match in found if match is not None), None)
 
-    def _conversation(self, messages: Sequence[Message], *, last_only: bool = False) -> Encoded:
+    def _conversation(self, messages: Sequence[Message], tools: str, *, last_only: bool = False) -> Encoded:
         """Return a conversation with the mask of all trained answers, or of the last one only."""
-        escaped, restore = self._escape(messages)
-        text, spans = self._render_spans(escaped)
-        spans = spans[-1:] if last_only else _trained_spans(spans, messages)
+        plain, own_tools, restore = self._escape(messages, tools)
+        text, spans = self._render_spans(plain, own_tools, last_only)
+        spans = spans[-1:] if last_only else spans
+        self._require_said(text, spans, plain, own_tools)
+        spans = spans if last_only else _trained_spans(spans, messages)
         tokens = self._tokenize(text, restore)
         moved = [(_moved(text, start, restore), _moved(text, end, restore)) for start, end in spans]
         # Tokens of an answer are sampled after the prompt, so none has characters of both.
@@ -172,7 +220,8 @@ class Encoder:
             apart = self._begin(self._pieces(text, restore, template_specials=True, borders=borders))
             if self._decode(apart.ids) == self._decode(tokens.ids):
                 tokens = apart
-        self._require_skeleton(tokens.ids, messages, generate=False)
+        kind: Literal["last", "whole"] = "last" if last_only else "whole"
+        self._require_skeleton(tokens.ids, plain, own_tools, restore, kind)
         ids, mask = tokens.ids, self._mask(tokens, moved)
         # A template may write a line feed after the last EOS, or no EOS at all.
         if messages[-1].role == "assistant" and 1 in mask:
@@ -204,28 +253,76 @@ class Encoder:
 
     # -- chat --
 
-    def _prompt_tokens(self, messages: Sequence[Message]) -> _Tokens:
+    def _prompt_tokens(self, messages: Sequence[Message], tools: str) -> _Tokens:
         if self.template == "plain":
-            tokens = self._pieces(_joined(messages))
+            tokens = self._pieces(_joined(messages, tools))
             return _Tokens(self._with_bos(tokens.ids), tokens.starts, tokens.ends)
-        escaped, restore = self._escape(messages)
-        tokens = self._tokenize(self._render(escaped, generate=True)[0], restore)
-        self._require_skeleton(tokens.ids, messages, generate=True)
+        plain, own_tools, restore = self._escape(messages, tools)
+        text = self._render(plain, own_tools, generate=True)[0]
+        self._require_said(text, [], plain, own_tools)
+        tokens = self._tokenize(text, restore)
+        self._require_skeleton(tokens.ids, plain, own_tools, restore, "prompt")
         return tokens
 
-    def _require_skeleton(self, ids: Sequence[int], messages: Sequence[Message], generate: bool) -> None:
+    def _require_said(
+        self,
+        text: str,
+        spans: Sequence[tuple[int, int]],
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None,
+    ) -> None:
+        """Raise EncodeError if the template leaves tools, calls or their results out, or the content or the
+        thoughts of an answer in one of `spans`, which are those of the last answers. Thoughts before the last
+        question may be missing, as they are when the policy answers.
+        """
+        for name in _names(tools):
+            if name not in text:
+                raise EncodeError(f"the chat template leaves the tool {name!r} out; {_LEFT_OUT}")
+        for message in messages:
+            names = _names(message.get("tool_calls"))
+            said = [*names, message["content"]] if message["role"] == "tool" else names
+            if missing := next((each for each in said if not _is_in(each.strip(), text)), None):
+                role = message["role"]
+                raise EncodeError(f"the chat template leaves {missing[:40]!r} of the {role} out; {_LEFT_OUT}")
+        answers = [message for message in messages if message["role"] == "assistant"]
+        for (start, end), message in zip(reversed(spans), reversed(answers), strict=False):
+            thoughts = message.get(self._thought_field or "", "")
+            for part in (thoughts, message["content"]) if thoughts or "tool_calls" in message else ():
+                if _letters(part) not in _letters(text[start:end]):
+                    if message is not answers[-1]:
+                        raise NotContinuedError
+                    raise EncodeError(
+                        f"the chat template leaves {part[:40]!r} of an answer out; use another one in"
+                        " data.chat_template, or leave thoughts out with data.thoughts: drop"
+                    )
+
+    def _require_skeleton(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None,
+        restore: dict[str, str],
+        kind: Literal["prompt", "last", "whole"],
+    ) -> None:
         """Raise EncodeError if `ids` contains special tokens or role markers that do not come from the
         template.
 
         A template that deletes characters or adds text can turn normal text into a special token. Markers
         that are not declared special are recognised in any text.
         """
-        roles = tuple(message.role for message in messages)
-        if (roles, generate) not in self._skeletons:
-            neutral = [{"role": role, "content": _NEUTRAL} for role in roles]
-            own = self._tokenize(self._render(neutral, generate)[0], {}).ids
-            self._skeletons[roles, generate] = self._marks_in(own)
-        if self._marks_in(ids) != self._skeletons[roles, generate]:
+        forms = tuple((each["role"], *sorted(key for key in each if each[key])) for each in messages)
+        is_plain = tools is None and not any("tool_calls" in message for message in messages)
+        marks = self._skeletons.get((forms, kind)) if is_plain else None
+        if marks is None:
+            neutral = [_neutral(message) for message in messages]
+            if kind == "prompt":
+                text, _ = self._render(neutral, tools, generate=True)
+            else:
+                text, _ = self._render_spans(neutral, tools, last_only=kind == "last")
+            marks = self._marks_in(self._tokenize(text, restore).ids)
+            if is_plain:
+                self._skeletons[forms, kind] = marks
+        if self._marks_in(ids) != marks:
             raise EncodeError(
                 "its text would become a special token or a role mark of the chat template; change the text"
             )
@@ -234,34 +331,62 @@ class Encoder:
         return [token for token in ids if token in self._mark_ids]
 
     def _render(
-        self, messages: list[dict[str, str]], generate: bool, marks: bool = False
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            return render(self.tokenizer, messages, generate, marks)
+            return render(self.tokenizer, messages, generate, marks, tools)
         except TemplateError as error:
             raise EncodeError(f"the chat template refused it: {error}") from error
 
-    def _render_spans(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered text and the character span of each assistant turn."""
+    def _render_spans(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, last_only: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the rendered text and the character span of each assistant turn, or of the last one."""
         if self._marks:
-            text, spans = self._render(messages, generate=False, marks=True)
+            text, spans = self._render(messages, tools, generate=False, marks=True)
             skip = len(self._header)
             return text, [(a + skip if text.startswith(self._header, a) else a, b) for a, b in spans]
-        text, _ = self._render(messages, generate=False)
+        text, _ = self._render(messages, tools, generate=False)
         spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._render(messages[:index], generate=True)
-            after, _ = self._render(messages[: index + 1], generate=False)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        for index in answers[-1:] if last_only else answers:
+            before, _ = self._render(messages[:index], tools, generate=True)
+            after, _ = self._render(messages[: index + 1], tools, generate=False)
+            if last_only and not after.startswith(before):
+                after = text = self._continued(before, after, messages, tools)
             if not (after.startswith(before) and text.startswith(after.rstrip())):
-                raise EncodeError(
-                    "the chat template does not render a conversation as a continuation of its beginning, so"
-                    " the assistant's tokens cannot be recognised; put {% generation %} marks into it"
-                )
+                raise NotContinuedError
             eos = after.find(self._eos, len(before))
             spans.append((len(before), eos + len(self._eos) if eos >= 0 else len(after.rstrip())))
         return text, spans
+
+    def _continued(
+        self, prompt: str, whole: str, messages: list[dict[str, Any]], tools: list[Any] | None
+    ) -> str:
+        """Return the text of a prompt and the last answer to it, where the template's own rendering `whole`
+        of both does not begin with `prompt`. Raises NotContinuedError.
+        """
+        header = prompt.removeprefix(self._render(messages[:-1], tools, generate=False)[0])
+        last = messages[-1]
+        if header not in ("", prompt):
+            # The template renders what comes before the last answer otherwise, for example without thoughts.
+            asked = {**messages[-2], "content": messages[-2]["content"] + _MARK}
+            marked, _ = self._render([*messages[:-2], asked, last], tools, generate=False)
+            start = marked.find(header, marked.rfind(_MARK)) if marked.count(_MARK) == 1 else -1
+            if start >= 0:
+                return prompt + marked[start + len(header) :]
+        opened = prompt.rstrip()
+        if not opened.endswith(_OPENS):
+            raise NotContinuedError
+        if whole.startswith(opened):
+            return prompt + whole[len(opened) :].lstrip()
+        if "tool_calls" in last:
+            raise NotContinuedError
+        # The template leaves the thoughts of its last answer out, but the prompt opens them.
+        thoughts, content = last.get(self._thought_field or "", ""), last["content"]
+        if content.startswith(_OPENS):
+            thoughts, _, content = content.removeprefix(_OPENS).partition("</think>")
+        return f"{prompt}{thoughts.strip()}\n</think>\n\n{content.strip()}{self._eos}"
 
     def _mask(self, tokens: _Tokens, spans: list[tuple[int, int]]) -> list[int]:
         mask = [0] * len(tokens.ids)
@@ -286,23 +411,60 @@ class Encoder:
 
     # -- text to tokens --
 
-    def _escape(self, messages: Sequence[Message]) -> tuple[list[dict[str, str]], dict[str, str]]:
-        """Replace each special token's text in `messages` by an unused private-use character.
+    def _escape(
+        self, messages: Sequence[Message], tools: str
+    ) -> tuple[list[dict[str, Any]], list[Any] | None, dict[str, str]]:
+        """Replace each special token's text in messages and tools by an unused private-use character.
 
-        Returns the new messages, and the special token of each character.
+        Returns both as templates read them, and the special token of each character.
         """
+        plain = self._plain(messages)
+        functions = json.loads(tools) if tools else None
         found: set[str] = set()
         used: set[str] = set()
-        for message in messages:
-            found.update(self._special_pattern.findall(message.content))
-            used.update(char for char in message.content if "\ue000" <= char <= "\uf8ff")
+        for text in _texts([plain, functions]):
+            found.update(self._special_pattern.findall(text))
+            used.update(char for char in text if "\ue000" <= char <= "\uf8ff")
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         character_of = {special: next(free) for special in sorted(found)}
-        escaped = []
+        if found:
+            plain, functions = _replaced(
+                [plain, functions],
+                lambda text: self._special_pattern.sub(lambda match: character_of[match.group()], text),
+            )
+        return plain, functions, {character: special for special, character in character_of.items()}
+
+    def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages as templates read them. Calls without ids get some, and results those of calls."""
+        plain: list[dict[str, Any]] = []
+        number = 0
+        open_calls: list[Call] = []
         for message in messages:
-            text = self._special_pattern.sub(lambda match: character_of[match.group()], message.content)
-            escaped.append({"role": message.role, "content": text})
-        return escaped, {character: special for special, character in character_of.items()}
+            each: dict[str, Any] = {"role": message.role, "content": message.content}
+            if message.thoughts and self._thought_field is not None:
+                each[self._thought_field] = message.thoughts
+            elif message.thoughts:
+                each["content"] = f"{_OPENS}\n{message.thoughts}\n</think>\n\n{message.content}"
+            if message.calls:
+                # Nine letters and digits, which Mistral's templates demand.
+                open_calls = [
+                    call._replace(id=call.id or f"call{number + at:05d}")
+                    for at, call in enumerate(message.calls)
+                ]
+                number += len(open_calls)
+                each["tool_calls"] = [
+                    {
+                        "type": "function",
+                        "id": call.id,
+                        "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                    }
+                    for call in open_calls
+                ]
+            if message.role == "tool":
+                call = open_calls.pop(0) if open_calls else Call("", "")
+                each |= {"name": message.name or call.name, "tool_call_id": message.call_id or call.id}
+            plain.append(each)
+        return plain
 
     def _tokenize(self, text: str, restore: dict[str, str]) -> _Tokens:
         if not restore:
@@ -377,7 +539,7 @@ class Encoder:
         """Return the response's tokens after the prompt's. If the joined text's tokens continue the prompt's
         own, they are those.
         """
-        before = _joined(messages)
+        before = _joined(messages, "")
         joined = self._with_bos(self._pieces(before + response).ids)
         if joined[: len(prompt)] == prompt:
             return joined[len(prompt) :]
@@ -394,11 +556,12 @@ class Encoder:
             " response's beginning"
         )
 
-    def _plain_conversation(self, messages: Sequence[Message]) -> Encoded:
+    def _plain_conversation(self, messages: Sequence[Message], tools: str) -> Encoded:
+        _joined(messages, tools)  # refuses what has no plain form
         ids: list[int] = self._with_bos([])
         mask = [0] * len(ids)
         for message in messages:
-            piece = self._pieces(message.content).ids
+            piece = self._pieces(message.text).ids
             is_answer = message.role == "assistant"
             ids += [*piece, self.eos_id] if is_answer else piece
             mask += [int(is_answer and message.trained)] * (len(ids) - len(mask))
@@ -433,15 +596,17 @@ class Encoder:
                 f"the chat template of {self.name} needs over {_TEMPLATE_SECONDS:g} s for two messages; {fix}"
             )
         try:
-            text, _ = self._render(plain[:1], generate=True)
+            text, _ = self._render(plain[:1], None, generate=True)
             if ask.content not in text:
                 raise EncodeError("it does not render the user's message")
             self._learn_marks(text, plain)
             _, response = self.response([ask], answer.content)
-            whole = self.conversation([ask, answer, ask, answer])
+            whole = self.conversations([ask, answer, ask, answer])
         except EncodeError as error:
             raise ModelError(f"the chat template of {self.name} cannot be used: {error}; {fix}") from error
-        if _letters(answer.content) not in _letters(self._decode(list(response))) or not any(whole.mask):
+        if _letters(answer.content) not in _letters(self._decode(list(response))) or not all(
+            any(each.mask) for each in whole
+        ):
             raise ModelError(
                 f"the chat template of {self.name} does not render the assistant's message; {fix}"
             )
@@ -451,8 +616,8 @@ class Encoder:
         rendering.
         """
         with suppress(EncodeError):
-            self._render(messages[:1], generate=True)
-            self._render(messages, generate=False, marks=self._marks)
+            self._render(messages[:1], None, generate=True)
+            self._render(messages, None, generate=False, marks=self._marks)
 
     def _learn_marks(self, prompt: str, messages: list[dict[str, str]]) -> None:
         """Find the markers of the template, and the part of the generation prompt inside {% generation %}."""
@@ -466,7 +631,7 @@ class Encoder:
         }
         self._mark_ids = self._control_ids | (added & set(self._tokenize(prompt, {}).ids))
         if self._marks:
-            text, spans = self._render(messages[:2], generate=False, marks=True)
+            text, spans = self._render(messages[:2], None, generate=False, marks=True)
             if spans and spans[0][0] < len(prompt) and text.startswith(prompt):
                 self._header = prompt[spans[0][0] :]
 
@@ -495,8 +660,59 @@ def _spans(tokens: _Tokens, at: int) -> bool:
     return first > 0 and tokens.ends[first - 1] > at
 
 
-def _joined(messages: Sequence[Message]) -> str:
-    return "".join(message.content for message in messages)
+def _joined(messages: Sequence[Message], tools: str) -> str:
+    if tools or any(message.calls or message.role == "tool" for message in messages):
+        raise EncodeError("tools and their calls need the chat template of a model: data.template: chat")
+    return "".join(message.text for message in messages)
+
+
+def _is_in(said: str, text: str) -> bool:
+    """Return whether a rendering has a text, as it is or inside of a JSON text."""
+    return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
+
+
+def _names(functions: list[Any] | None) -> list[str]:
+    """Return the names of tools or of calls."""
+    return [each["function"]["name"] for each in functions or ()]
+
+
+def _neutral(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of the same form with neutral texts."""
+    neutral = {key: value and _NEUTRAL if key in _NEUTRALISED else value for key, value in message.items()}
+    if "tool_calls" in message:
+        neutral["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _without_texts(call)}}
+            for call in message["tool_calls"]
+        ]
+    return neutral
+
+
+def _without_texts(call: dict[str, Any]) -> Any:
+    return _replaced(call["function"]["arguments"], lambda text: text and _NEUTRAL, keys=False)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in messages and tools, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+
+
+def _replaced(value: Any, change: Callable[[str], str], *, keys: bool = True) -> Any:
+    """Return messages and tools with all texts changed, with `keys` also the names of fields."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {
+            change(key) if keys else key: _replaced(each, change, keys=keys) for key, each in value.items()
+        }
+    return [_replaced(each, change, keys=keys) for each in value] if isinstance(value, list) else value
 
 
 def _moved(text: str, at: int, restore: dict[str, str]) -> int:

@@ -11,19 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.address import JUDGE_PATH, BaseModelAddress, is_hub_model
+from rlhf_core.config.data import Thoughts
+from rlhf_core.data.messages import without_thoughts
 from rlhf_core.errors import ModelError
 from rlhf_core.system.files import write_json
 
 log = logging.getLogger(__name__)
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
-_MAX_GROWTH = 64
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 TINY_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% if message['role'] =="
@@ -66,7 +67,6 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
         ) from error
     if not tokenizer.is_fast:
         raise ModelError(f"the tokenizer of {path} has no tokenizer.json; save it once with its fast version")
-    require_bounded_growth(json.loads(tokenizer.backend_tokenizer.to_str()), path)
     model = tokenizer.backend_tokenizer.model
     if getattr(model, "dropout", None):
         log.warning(
@@ -149,52 +149,6 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if settings["tokenizer_class"] == "TokenizersBackend":  # only version 5 has this name
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         write_json(file, settings)
-
-
-def require_bounded_growth(settings: Mapping[str, Any], name: str) -> None:
-    """Raise ModelError if the tokenizer could turn a short text into a very long one and use all memory.
-
-    `settings` is the content of `tokenizer.json`. The rules are considered together. Known tokenizers replace
-    a character by one or a few characters, or add one before each text, or a few tokens around it.
-    """
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        factor = 1.0
-        for step in _steps(settings.get(part)):
-            if step.get("type") == "TemplateProcessing":
-                # The next template is applied to the tokens of this one.
-                factor *= max(1, _template_tokens(step))
-            elif step.get("type") == "Replace":
-                # One replacement can create what the next one replaces, so factors are multiplied. A
-                # pattern that is a regular expression can match a single character.
-                pattern = step.get("pattern", {}).get("String", "x")
-                factor *= max(1.0, len(step.get("content", "")) / max(1, len(pattern)))
-            else:
-                added = (step.get(key) for key in ("prepend", "replacement", "prefix", "suffix"))
-                factor += max((len(text) for text in added if isinstance(text, str)), default=0)
-        if factor > _MAX_GROWTH:
-            raise ModelError(
-                f"the tokenizer of {name} makes a text up to {factor:.3g} times as long (its {part}), at most"
-                f" {_MAX_GROWTH} times is allowed; use the tokenizer.json of the model's authors"
-            )
-
-
-def _template_tokens(step: Mapping[str, Any]) -> int:
-    """Return the number of tokens that the template of a post-processor makes of a text of one token."""
-    added = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
-    specials = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
-    # Other pieces are the text itself, which a template can repeat.
-    return len(step["single"]) - len(specials) + sum(added.get(name, 0) for name in specials)
-
-
-def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield every rule of a normalizer, pre-tokenizer, post-processor or decoder, including those within
-    sequences.
-    """
-    if isinstance(part, Mapping):
-        yield part
-        for key in ("normalizers", "pretokenizers", "processors", "decoders"):
-            for inner in part.get(key) or ():
-                yield from _steps(inner)
 
 
 def with_safe_specials(tokenizer: Any, name: str) -> Any:
@@ -321,6 +275,8 @@ class Decoder:
     bos: int | None
     prefix: str = ""
     """Text that the chat template puts before each answer (`Encoder.response_prefix`)."""
+    drops_thoughts: bool = False
+    """Whether thoughts are no part of a response (`data.thoughts: drop`)."""
 
     def __call__(self, ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
@@ -329,16 +285,21 @@ class Decoder:
         return str(text)
 
     def response(self, ids: Sequence[int]) -> str:
-        """Return the response without the blank that the chat template put before it.
+        """Return the response without the blank that the chat template put before it, and without thoughts if
+        they are no part of it.
 
         A service that renders prompt and response again adds the blank itself.
         """
-        return self(ids).removeprefix(self.prefix)
+        text = self(ids).removeprefix(self.prefix)
+        return without_thoughts(text) if self.drops_thoughts else text
 
 
-def write_response_prefix(data: Path, prefix: str) -> None:
-    """Write the text before each answer to a data artifact's folder, for `load_decoder`."""
-    write_json(data / "response.json", {"prefix": prefix}, indent=None)
+def write_response_prefix(data: Path, prefix: str, thoughts: Thoughts | None = None) -> None:
+    """Write the text before each answer, and `data.thoughts` if it is set, to a data artifact's folder, for
+    `load_decoder`.
+    """
+    settings = {"prefix": prefix} if thoughts is None else {"prefix": prefix, "thoughts": thoughts}
+    write_json(data / "response.json", settings, indent=None)
 
 
 def load_decoder(data: Path) -> Decoder:
@@ -364,7 +325,8 @@ def load_decoder(data: Path) -> Decoder:
             f"{folder}: the tokenizer needs a pad token and another EOS token; got ids {pad} and {eos}"
         )
     settings = data / "response.json"
-    prefix = ""
+    found: dict[str, str] = {}
     if settings.exists():
-        prefix = json.loads(settings.read_text(encoding="utf-8"))["prefix"]
-    return Decoder(tokenizer, pad, eos, token_id("bos_token"), prefix)
+        found = json.loads(settings.read_text(encoding="utf-8"))
+    drops = found.get("thoughts") == "drop"
+    return Decoder(tokenizer, pad, eos, token_id("bos_token"), found.get("prefix", ""), drops)

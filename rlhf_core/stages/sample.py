@@ -22,7 +22,8 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import never_ends
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.data.formats import Message, RowError, normalise
+from rlhf_core.data.formats import normalise
+from rlhf_core.data.messages import Message, RowError
 from rlhf_core.data.prompt_sets import load_encoder
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import DataError
@@ -64,7 +65,9 @@ def _can_be_data(sample: RewardInput) -> bool:
     if not sample.finished:
         return False
     try:
-        normalise({"prompt": sample.prompt, "completion": sample.response}, "completion")
+        row = {"prompt": sample.prompt, "completion": sample.response}
+        # The data stage of the next round says so if its `data.thoughts` is not set.
+        normalise(row, "completion", thoughts="keep")
     except RowError:
         return False
     return True

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.data.dataset import write
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import GateFailed

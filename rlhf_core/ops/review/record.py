@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.prompt_sets import load_encoder
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.review import (

@@ -28,7 +28,8 @@ from rlhf_core.data.card import begins_with
 from rlhf_core.data.check import check_source
 from rlhf_core.data.examples import Quarantine, SetCounts, read_records
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.formats import Message, Record, RowError, normalise
+from rlhf_core.data.formats import Record, normalise
+from rlhf_core.data.messages import Message, RowError
 from rlhf_core.data.sources import read_rows, source_contents
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.errors import DataError, ModelError
@@ -119,10 +120,16 @@ VALUES = st.recursive(
     max_leaves=5,
 )
 TURNS = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "x"]), "content": VALUES}),
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant", "system", "tool"]),
+            "content": VALUES,
+            "tool_calls": VALUES,
+        }
+    ),
     max_size=4,
 )
-FIELDS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "meta", "split", "other")
+FIELDS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "meta", "split", "tools")
 ANY_ROW = st.dictionaries(
     st.sampled_from(FIELDS),
     VALUES | TURNS | st.text(max_size=8) | st.just("\n\nHuman: a\n\nAssistant: b"),
@@ -139,9 +146,8 @@ def test_any_object_is_a_record_or_has_a_reason(row: dict[str, Any], wanted: Any
         assert str(error) and "\n" not in str(error)
         return
     assert isinstance(record, Record)
-    texts = [message.content for message in (*record.prompt, *record.messages)] + [
-        record.text or record.response or "x"
-    ]
+    answers = [each for each in (record.response, record.rejected) if each is not None]
+    texts = [message.text for message in (*record.prompt, *record.messages, *answers)] + [record.text or "x"]
     assert all(text.strip() and text.encode() for text in texts if record.kind != "prompt" or text)
 
 

@@ -6,6 +6,7 @@ Rules:
   prompt;
 - every malformed row is refused with a reason that names the field; a text of white space and invisible
   characters is blank;
+- tools, calls and thoughts are read from all layouts that people use;
 - what a row or a message says is done, or the row is refused with the name of the field: weights, labels,
   `system`, thoughts, tools; descriptions such as names and dates are no reason, and `ignore` leaves fields
   out;
@@ -15,13 +16,20 @@ Rules:
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from rlhf_core.data.formats import Message, RowError, field_value, normalise, other_fields
+from rlhf_core.data.formats import field_value, normalise, other_fields
+from rlhf_core.data.messages import Call, Message, RowError, without_thoughts
 
 U, A, S = "user", "assistant", "system"
+
+
+def said(answer: Message | None) -> str:
+    assert answer is not None
+    return answer.content
 
 
 def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
@@ -58,14 +66,14 @@ def test_strings_and_message_lists_give_the_same_record() -> None:
     )
     assert lists == plain
     assert plain.prompt == (Message(U, "q"),)
-    assert (plain.response, plain.rejected, plain.prompt_text) == ("good", "bad", "q")
+    assert (said(plain.response), said(plain.rejected), plain.prompt_text) == ("good", "bad", "q")
 
 
 def test_conversations_without_a_prompt_share_their_common_beginning() -> None:
     start = ((U, "q1"), (A, "a1"), (U, "q2"))
     record = normalise({"chosen": chat(*start, (A, "good")), "rejected": chat(*start, (A, "bad"))})
     assert record.prompt == tuple(Message(*turn) for turn in start)
-    assert (record.response, record.rejected) == ("good", "bad")
+    assert (said(record.response), said(record.rejected)) == ("good", "bad")
 
 
 def test_transcripts_of_hh_rlhf_are_conversations() -> None:
@@ -73,12 +81,10 @@ def test_transcripts_of_hh_rlhf_are_conversations() -> None:
     record = normalise({"chosen": f"{start}\n\nAssistant: Light.", "rejected": f"{start}\n\nAssistant: No."})
     assert [m.role for m in record.prompt] == [U, A, U]
     assert record.prompt[0].content == "Why is\nit so?"
-    assert (record.response, record.rejected) == ("Light.", "No.")
+    assert (said(record.response), said(record.rejected)) == ("Light.", "No.")
 
 
-@pytest.mark.parametrize(
-    "field", ["tool_calls", "function_call", "reasoning_content", "thinking", "loss", "train_detail"]
-)
+@pytest.mark.parametrize("field", ["function_call", "loss", "train_detail", "tool_call_chunks"])
 def test_an_answer_with_fields_that_are_not_read_is_refused_and_not_cut_to_its_content(field: str) -> None:
     answer: dict[str, Any] = {"role": A, "content": "Let me look."}
     row = {"messages": [*chat((U, "q")), answer]}
@@ -106,7 +112,7 @@ def test_fields_are_renamed_first_and_the_others_kept() -> None:
     assert answer == "18"
     openai = {"input": {"messages": chat((U, "q"))}, "good": chat((A, "a")), "bad": chat((A, "b"))}
     record = normalise(openai, rename={"input.messages": "prompt", "good": "chosen", "bad": "rejected"})
-    assert (record.prompt_text, record.response, record.rejected) == ("q", "a", "b")
+    assert (record.prompt_text, said(record.response), said(record.rejected)) == ("q", "a", "b")
 
 
 def test_messages_that_end_with_the_users_are_a_prompt_and_no_demonstration() -> None:
@@ -240,7 +246,7 @@ def test_a_row_that_is_not_trained_is_no_demonstration(name: str, values: tuple[
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"name": "weather"}]),
+        ("functions", [{"name": "weather"}]),
         ("input", "Paris"),
         ("history", [["q", "a"]]),
         ("system_prompt", "be brief"),
@@ -310,8 +316,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": chat((A, "a"))}, r"messages\[0\].role must be user"),
     ({"messages": chat((U, "a"), (A, "b"), (S, "c"))}, r"messages\[2\].role must be user"),
     (
+        {"messages": chat((U, "a"), ("bot", "b"))},
+        r"messages\[1\].role must be system, user, assistant or tool; got 'bot'",
+    ),
+    (
         {"messages": chat((U, "a"), ("tool", "b"))},
-        r"messages\[1\].role must be system, user or assistant; got 'tool'",
+        r"messages\[1\].role must be assistant \(roles take turns\); got 'tool'",
     ),
     ({"messages": [{"content": "a"}]}, r"messages\[0\].role must be"),
     (
@@ -374,3 +384,85 @@ def test_a_pair_that_is_not_trained_is_no_demonstration() -> None:
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "weight": 0}
     assert normalise(row, demonstration=True).marked_bad
     assert not normalise(row).marked_bad
+
+
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "clock", "arguments": {"city": "Rome"}}}]
+CALLED = (Call("clock", '{"city": "Rome"}', "c1"),)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        CALLS,
+        json.dumps(CALLS),
+        [{"id": "c1", "name": "clock", "arguments": '{"city": "Rome"}'}],
+        # A column of Parquet has the fields of all rows.
+        [{"id": "c1", "function": {"name": "clock", "arguments": {"city": "Rome", "day": None}}}],
+    ],
+)
+def test_calls_of_tools_are_objects_or_json_text_and_their_results_follow(calls: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "clock", "strict": None}}]
+    rows = [
+        *chat((U, "q")),
+        {"role": A, "content": None, "tool_calls": calls},
+        *chat(("tool", "12"), (A, "a")),
+    ]
+    record = normalise({"messages": rows, "tools": tools}, demonstration=True)
+    assert record.messages[1] == Message(A, "", calls=CALLED)
+    assert json.loads(record.tools) == [{"type": "function", "function": {"name": "clock"}}]
+    assert normalise({"messages": rows, "tools": json.dumps(tools[0:1])}).tools
+    assert record.prompt_text == f'{record.tools}\n\nq\n\nclock({{"city": "Rome"}})\n\n12'
+    prompt = normalise({"prompt": rows[:3], "tools": tools})
+    assert (prompt.prompt, prompt.tools) == (record.messages[:3], record.tools)
+    pair = {"prompt": rows[:1], "chosen": rows[1:2], "rejected": chat((A, "no")), "tools": tools}
+    assert normalise(pair).response == Message(A, "", calls=CALLED)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"tools": "no JSON"}, "'tools' is not valid JSON"),
+        ({"tools": {"a": 1}}, "'tools' must be a list of functions, or its JSON text; got dict"),
+        ({"tools": [{"description": "x"}]}, r"'tools'\[0\] must be a function with a 'name'"),
+        (
+            {"calls": [{"name": "f", "arguments": "[1]"}]},
+            r"tool_calls\[0\].arguments must be an object; got list",
+        ),
+        ({"calls": [{"arguments": {"a": 1}}]}, r"tool_calls\[0\] must have the 'name' of a function"),
+    ],
+)
+def test_tools_and_calls_that_cannot_be_read_are_refused(row: dict[str, Any], reason: str) -> None:
+    answer = {"role": A, "content": "", "tool_calls": row.get("calls", CALLS)}
+    with pytest.raises(RowError, match=reason):
+        normalise({"messages": [*chat((U, "q")), answer], "tools": row.get("tools")})
+
+
+THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour."
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": THOUGHT},
+        {"prompt": "q", "completion": THOUGHT.removeprefix("<think>\n")},
+        {"prompt": "q", "completion": [{"role": A, "content": "Four.", "reasoning_content": "Two and two."}]},
+        {"prompt": "q", "completion": [{"role": A, "content": "Four.", "thinking": " Two and two.\n"}]},
+        {"prompt": "q", "chosen": THOUGHT, "rejected": "Five."},
+        {"chosen": f"\n\nHuman: q\n\nAssistant: {THOUGHT}", "rejected": "\n\nHuman: q\n\nAssistant: Five."},
+    ],
+)
+def test_thoughts_are_kept_or_dropped_as_data_thoughts_says_and_else_refused(row: dict[str, Any]) -> None:
+    assert normalise(row, thoughts="keep").response == Message(A, "Four.", thoughts="Two and two.")
+    assert normalise(row, thoughts="drop").response == Message(A, "Four.")
+    with pytest.raises(RowError, match=r"has thoughts of the assistant; set data\.thoughts to keep or drop"):
+        normalise(row)
+
+
+def test_thoughts_that_are_not_one_closed_block_at_the_beginning_are_refused() -> None:
+    for text in ("<think>Two", "Four. <think>Two</think>", "<think>a</think>b<think>c</think>d"):
+        for setting in (None, "keep", "drop"):
+            with pytest.raises(RowError, match="'<think>' that is not one closed block at its beginning"):
+                normalise({"prompt": "q", "completion": text}, thoughts=setting)
+    assert normalise({"prompt": "<think>", "completion": "a"}).prompt_text == "<think>"
+    assert without_thoughts(THOUGHT) == "Four." == without_thoughts("Four.")
+    assert without_thoughts("<think>\nTwo and") == ""

@@ -15,7 +15,7 @@ def test_a_function_that_ends_is_recognised() -> None:
 
 def test_a_copy_that_waits_without_computing_is_killed() -> None:
     began = time.monotonic()
-    assert not ends_within(1, lambda: time.sleep(20), wall=0.3)
+    assert not ends_within(1, lambda: time.sleep(20), wall=1)
     assert time.monotonic() - began < 10
 
 

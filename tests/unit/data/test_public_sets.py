@@ -8,18 +8,21 @@ Rules:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from rlhf_core.config.data import Limits, SetName, Source
+from rlhf_core.config.data import Limits, SetName, Source, Thoughts
 from rlhf_core.data.examples import encode_record, to_record
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import field_value
 from rlhf_core.data.templates import Encoder
 from rlhf_core.types import PairExample, PromptExample, SFTExample
+from tests.unit.data.data_samples import SENTENCEPIECE_TEMPLATE
 
+ROME = '{"city": "Rome"}'
 ASK, ANSWER = {"role": "user", "content": "Is it late?"}, {"role": "assistant", "content": "It is noon."}
 AGAIN, LATER = {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "It is one."}
 BAD = {"role": "assistant", "content": "No idea."}
@@ -41,6 +44,8 @@ class Layout:
     """
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of the source."""
+    thoughts: Thoughts | None = None
+    """`data.thoughts`."""
     answer: str | None = None
     """What a reward finds in the field `answer`."""
 
@@ -90,8 +95,85 @@ WILDCHAT = {
     "model": "m",
     "toxic": False,
 }
-TOOLS = {"messages": [ASK, {**ANSWER, "tool_calls": [{"name": "clock"}]}], "tools": [{"name": "clock"}]}
+CAPYBARA = {"source": "Airoboros", "messages": [ASK, ANSWER, AGAIN, LATER], "num_turns": 2}
+OPENHERMES = {
+    "conversations": [
+        {"from": "system", "value": "Be brief.", "weight": None},
+        {"from": "human", "value": "Is it late?", "weight": None},
+        {"from": "gpt", "value": "It is noon.", "weight": None},
+    ],
+    "source": "airoboros2.2",
+    "category": "orca",
+    "skip_prompt_formatting": False,
+    "system_prompt": None,
+    "model_name": None,
+}
+TULU = {"id": "a_1", "messages": [ASK, ANSWER], "source": "ai2-adapt-dev/flan_v2_converted"}
+DOLLY = {"instruction": "Is it late?", "context": "", "response": "It is noon.", "category": "open_qa"}
+MATH = {
+    "problem": "Is it late?",
+    "level": "Level 5",
+    "type": "Algebra",
+    "solution": "Two hours, so $\\boxed{2}$.",
+}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+XLAM = {
+    "id": 0,
+    "query": "Is it late?",
+    "answers": '[{"name": "clock", "arguments": {"city": "Rome"}}]',
+    "tools": '[{"name": "clock", "description": "", "parameters": {"city": {"type": "str"}}}]',
+}
+GLAIVE = {
+    "conversations": [
+        {"from": "human", "value": "Is it late?"},
+        {"from": "function_call", "value": '{"name": "clock", "arguments": {"city": "Rome"}}'},
+        {"from": "observation", "value": "12:00"},
+        {"from": "gpt", "value": "It is noon."},
+    ],
+    "tools": '[{"name": "clock", "description": "", "parameters": {}}]',
+}
+HERMES_TOOLS = {
+    "id": "a",
+    "conversations": [
+        {"from": "system", "value": "Call <tools> clock </tools>."},
+        {"from": "human", "value": "Is it late?"},
+        {"from": "gpt", "value": "<tool_call> clock </tool_call>"},
+        {"from": "tool", "value": "<tool_response> 12 </tool_response>"},
+        {"from": "gpt", "value": "It is noon."},
+    ],
+    "tools": '[{"type": "function", "function": {"name": "clock"}}]',
+    "category": "Time",
+}
+APIGEN = {
+    "messages": [
+        ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "clock", "arguments": '{"city": "Rome"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "name": "clock", "content": "12:00"},
+        ANSWER,
+    ],
+    "tools": [CLOCK],
+}
+OPEN_THOUGHTS = {
+    "system": "Be brief.",
+    "conversations": [
+        {"from": "human", "value": "Is it late?"},
+        {"from": "gpt", "value": "<think>\nThe sun is high.\n</think>\n\nIt is noon."},
+    ],
+}
 THOUGHTS = {"messages": [ASK, {**ANSWER, "thinking": "The sun is high."}]}
+WITH_CLOCK = "<s> Tools: clock. User: Is it late? Assistant:"
+CALLED = f"{WITH_CLOCK}[ clock {ROME}</s>] Result: 12:00 Assistant:[ It is noon.</s>]"
+THOUGHT = "<think><0x0A>The sun is high.<0x0A></think><0x0A><0x0A>It is noon."
 RENAMED_ALPACA = {"rename": {"instruction": "prompt", "output": "completion"}}
 NOON, PAIR = f"{PROMPT}[ It is noon.</s>]", f"{PROMPT}[ It is noon.</s>][ No idea.</s>]"
 
@@ -141,7 +223,7 @@ LAYOUTS = [
         RENAMED_ALPACA,
     ),
     Layout("ShareGPT", "sft", SHAREGPT, NOON.replace(" noon", "")),
-    Layout("ShareGPT, calls of tools", "sft", {"conversations": [CALL]}, "role must be.*got 'function_call'"),
+    Layout("ShareGPT, a call without a name", "sft", {"conversations": [CALL]}, "must have the 'name' of a"),
     Layout("parts of a content", "sft", {"messages": [{**ASK, "content": PARTS}, ANSWER]}, NOON),
     Layout("an image", "sft", {"messages": [{**ASK, "content": [{"type": "image"}]}]}, "of the type 'image'"),
     Layout(
@@ -157,22 +239,95 @@ LAYOUTS = [
     Layout("KTO, a good answer", "sft", KTO, NOON),
     Layout("KTO, a bad answer", "sft", {**KTO, "label": False}, "marked as bad"),
     Layout(
-        "KTO as pairs", "preference", KTO, "this is a `completion` row; a pair needs 'chosen' and 'rejected'"
+        "KTO without labels as pairs",
+        "preference",
+        {**KTO, "label": None},
+        "this is a `completion` row; a pair needs 'chosen' and 'rejected'",
     ),
     Layout("KTO as prompts", "prompts", KTO, PROMPT),
     Layout("steps of a solution", "sft", PRM, "'completions' has several answers or steps"),
     Layout("RLVR of allenai", "prompts", RLVR, PROMPT, {"rename": {"ground_truth": "answer"}}, answer="2"),
     Layout("RLVR as demonstrations", "sft", RLVR, "the last of 'messages' must be the assistant's"),
     Layout("WildChat", "sft", WILDCHAT, NOON, {"rename": {"conversation": "messages"}}),
-    Layout("calls of tools", "sft", TOOLS, "'tools' is part of the prompt.*`ignore`"),
-    Layout("thoughts", "sft", THOUGHTS, r"messages\[1\]\.thinking is not supported"),
+    Layout("Capybara", "sft", CAPYBARA, f"{TALK}[ It is one.</s>]"),
+    Layout("OpenHermes", "sft", OPENHERMES, NOON.replace(PROMPT, SYSTEM)),
+    Layout("Tulu 3", "sft", TULU, NOON),
+    Layout("Dolly", "sft", DOLLY, NOON),
+    Layout(
+        "Dolly with context",
+        "sft",
+        {**DOLLY, "context": "it is"},
+        NOON.replace("late?", "late?<0x0A><0x0A>it is"),
+    ),
+    Layout("MATH", "prompts", MATH, PROMPT, {"rename": {"solution": "answer"}}, answer=str(MATH["solution"])),
+    Layout("xLAM", "sft", XLAM, f"{WITH_CLOCK}[ clock {ROME}</s>]"),
+    Layout("xLAM as prompts", "prompts", XLAM, WITH_CLOCK),
+    Layout(
+        "Glaive in ShareGPT",
+        "sft",
+        GLAIVE,
+        f"{WITH_CLOCK}[ clock {ROME}</s>] Result: 12:00 Assistant:[ It is noon.</s>]",
+    ),
+    Layout(
+        "APIGen", "sft", APIGEN, f"{WITH_CLOCK}[ clock {ROME}</s>] Result: 12:00 Assistant:[ It is noon.</s>]"
+    ),
+    Layout(
+        "Hermes function calling",
+        "sft",
+        HERMES_TOOLS,
+        "<s> Call <tools> clock </tools>. User: Is it late? Assistant:[ <tool_call> clock </tool_call></s>]"
+        " Result: <tool_response> 12 </tool_response> Assistant:[ It is noon.</s>]",
+        {"ignore": ("tools",)},
+    ),
+    Layout(
+        "OpenThoughts",
+        "sft",
+        OPEN_THOUGHTS,
+        "has thoughts of the assistant; set data.thoughts to keep or drop",
+    ),
+    Layout(
+        "OpenThoughts with thoughts",
+        "sft",
+        OPEN_THOUGHTS,
+        f"{SYSTEM}[ {THOUGHT}</s>]",
+        thoughts="keep",
+    ),
+    Layout(
+        "OpenThoughts without thoughts", "sft", OPEN_THOUGHTS, NOON.replace(PROMPT, SYSTEM), thoughts="drop"
+    ),
+    Layout("thoughts", "sft", THOUGHTS, r"messages\[1\]\.thinking has thoughts .*data.thoughts"),
+    Layout(
+        "thoughts kept",
+        "sft",
+        THOUGHTS,
+        f"{PROMPT}[ {THOUGHT}</s>]",
+        thoughts="keep",
+    ),
+    Layout("thoughts dropped", "sft", THOUGHTS, NOON, thoughts="drop"),
     Layout("thoughts left out", "sft", THOUGHTS, NOON, {"ignore": ("thinking",)}),
 ]
 
 
+TOOL_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ 'Tools: ' + tools[0].function.name + '. ' }}{% endif %}"
+    + SENTENCEPIECE_TEMPLATE.removeprefix("{{ bos_token }}")
+    .replace(
+        "{% generation %}{{ ' ' + m['content'] | trim + eos_token }}",
+        "{% generation %}{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+        "{{ ' ' + f.name + ' ' + f.arguments | tojson + eos_token }}{% else %}"
+        "{{ ' ' + m['content'] | trim + eos_token }}{% endif %}",
+    )
+    .replace(
+        "{% else %}{{ m['content'] | trim + ' ' }}",
+        "{% elif m['role'] == 'tool' %}{{ 'Result: ' + m['content'] + ' Assistant:' }}"
+        "{% else %}{{ m['content'] | trim + ' ' }}",
+    )
+)
+
+
 def outcome(layout: Layout, tokenizer: Any) -> str:
     source = Source(path="./rows.jsonl", **layout.options)
-    item = to_record(Row("rows.jsonl", 1, layout.row), source, layout.name, "rows")
+    item = to_record(Row("rows.jsonl", 1, layout.row), source, layout.name, "rows", layout.thoughts)
     if isinstance(item, BadRow):
         return item.reason
     if item.record.marked_bad:
@@ -180,7 +335,8 @@ def outcome(layout: Layout, tokenizer: Any) -> str:
     if layout.answer is not None:
         assert field_value(item.record.meta, "answer") == layout.answer
     bounds = Limits(prompt=500, response=500, text=500, new=500)
-    example = encode_record(item, layout.name, Encoder(tokenizer, "chat"), bounds).example
+    [encoded] = encode_record(item, layout.name, Encoder(tokenizer, "chat"), bounds)
+    example = encoded.example
     if isinstance(example, SFTExample):
         return shown(tokenizer, example.input_ids, example.loss_mask)
     if isinstance(example, PromptExample):
@@ -197,14 +353,15 @@ def shown(tokenizer: Any, ids: tuple[int, ...], mask: tuple[int, ...]) -> str:
         before = mask[index - 1] if index else 0
         text += "[" * (mask[index] > before) + "]" * (mask[index] < before)
         text += tokenizer.convert_ids_to_tokens(token).replace("▁", " ")
-    return text + "]" * mask[-1]
+    # Printable characters without a token of their own.
+    return re.sub("<0x([2-7].)>", lambda found: chr(int(found[1], 16)), text + "]" * mask[-1])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.title for layout in LAYOUTS])
 def test_a_row_of_a_public_set_becomes_what_it_says_or_is_refused_by_name(
-    sp_tokenizer: Any, layout: Layout
+    make_tokenizer: Callable[..., Any], layout: Layout
 ) -> None:
-    found = outcome(layout, sp_tokenizer)
+    found = outcome(layout, make_tokenizer(TOOL_TEMPLATE))
     if found.startswith("<s>"):
         assert found == layout.becomes
     else:

@@ -2,6 +2,7 @@
 
 Rules:
 - rows whose `label` is false are no demonstrations: they are counted, and said with their share;
+- good and bad answers to one prompt are pairs, by their `label`; without any pair the source is an error;
 - fields that no text is made of are counted in the data card; those that are mostly long texts are said;
 - a field of `rename` that no row has is an error;
 - of a huge last answer, only the beginning is tokenized;
@@ -22,7 +23,9 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Limits, SetName
 from rlhf_core.data.card import _other_fields, card_markdown
 from rlhf_core.data.examples import (
+    JOINED,
     MARKED_BAD,
+    UNPAIRED,
     Quarantine,
     SetCounts,
     SourceRecord,
@@ -32,7 +35,8 @@ from rlhf_core.data.examples import (
     training_texts,
     within,
 )
-from rlhf_core.data.formats import Message, normalise
+from rlhf_core.data.formats import normalise
+from rlhf_core.data.messages import Message
 from rlhf_core.data.prepare import prepare
 from rlhf_core.data.sources import source_contents
 from rlhf_core.data.templates import Encoder
@@ -64,7 +68,14 @@ def test_answers_that_are_marked_as_bad_are_no_demonstrations_and_are_said(
     rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i % 4 > 0} for i in range(8)]
     config = configure(tmp_path, rows)
     found, counts = records_of(config, tmp_path, "sft")
-    assert [item.record.response for item in found] == ["a1", "a2", "a3", "a5", "a6", "a7"]
+    assert [item.record.response and item.record.response.content for item in found] == [
+        "a1",
+        "a2",
+        "a3",
+        "a5",
+        "a6",
+        "a7",
+    ]
     assert counts.dropped == {MARKED_BAD: 2} and counts.bad == 0
     assert "data.sft[0]: 2 of 8 rows (25 %) are no demonstrations, because their `label`," in caplog.text
     assert len(records_of(config, tmp_path, "prompts")[0]) == 8
@@ -126,9 +137,9 @@ def test_of_a_huge_last_answer_only_the_beginning_is_tokenized(
     rendered = []
     conversation = encoder.conversation
 
-    def recorded(messages: Sequence[Message]) -> Any:
+    def recorded(messages: Sequence[Message], tools: str) -> Any:
         rendered.append(sum(len(message.content) for message in messages))
-        return conversation(messages)
+        return conversation(messages, tools)
 
     monkeypatch.setattr(encoder, "conversation", recorded)
     monkeypatch.setattr("rlhf_core.data.examples._MEASURED_TEXT", 100)
@@ -137,7 +148,8 @@ def test_of_a_huge_last_answer_only_the_beginning_is_tokenized(
         talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
         item = SourceRecord(normalise(talk, demonstration=True), "rows", "rows.jsonl", 1, "q")
         bounds = Limits(prompt=50, response=50, text=50, new=50)
-        return within(encode_record(item, "sft", encoder, bounds), bounds).example
+        [encoded] = encode_record(item, "sft", encoder, bounds)
+        return within(encoded, bounds).example
 
     assert example("fox " * 300_000) == example("fox " * 3000)
     assert len(example("fox " * 300_000).input_ids) == 50
@@ -166,3 +178,28 @@ def test_a_source_of_rendered_rows_is_an_error_and_single_ones_are_no_reason(
             check_rendered("data.sft", found, encoder, 0.05)
     assert (text in caplog.text) == (outcome == "warning")
     check_rendered("data.sft", found, encoder, 1.0)
+
+
+def test_good_and_bad_answers_to_one_prompt_are_pairs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"q{i % 3}", "completion": f"a{i}", "label": i < 3} for i in range(6)]
+    rows += [
+        {"prompt": "alone", "completion": "a", "label": True},
+        {"prompt": "q0", "completion": "a9", "label": False},
+    ]
+    found, counts = records_of(configure(tmp_path, rows), tmp_path, "preference")
+    said = [(each.record.prompt_text, each.record.response, each.record.rejected) for each in found]
+    assert [(q, good and good.content, bad and bad.content) for q, good, bad in said] == [
+        ("q0", "a0", "a3"), ("q1", "a1", "a4"), ("q2", "a2", "a5"),
+    ]  # fmt: skip
+    assert counts.read == 8 and counts.dropped == {JOINED: 3, UNPAIRED: 2}
+    assert (
+        "data.preference[0]: 2 of 8 rows with a `label` (25 %) have no answer with the other" in caplog.text
+    )
+
+
+def test_labels_that_make_no_pair_are_refused_with_their_share(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i % 2 > 0} for i in range(6)]
+    with pytest.raises(DataError, match=r"6 of 6 rows with a `label` \(100 %\) have no answer"):
+        records_of(configure(tmp_path, rows), tmp_path, "preference")

@@ -8,11 +8,12 @@ Rules:
 - folders of `save_to_disk` are an error with a fix; descriptions of data sets have no rows; the index column
   of pandas is left out;
 - byte-order marks, CRLF and blank lines are accepted, and line numbers stay those of the file;
-- a large parquet file needs the memory and the time of its batches;
+- a large parquet file needs the memory of its batches;
 - a malformed row is a `BadRow` with line and reason, and the rows around it are kept;
 - a file unusable as a whole is one DataError that names it; any bytes as jsonl end in rows or DataError;
 - a missing local path is never taken for a hub id;
 - digests follow contents, not names, times or the spelling of a path;
+- `subset` is a configuration on the hub and a folder elsewhere, and in the digest;
 - the name of a folder that is given as `.` or `..` is that of the folder;
 - a file that is written to or replaced after its digest was taken is an error that names it, however the
   reading ends.
@@ -23,7 +24,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,8 @@ from hypothesis import strategies as st
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import StoreConfig
-from rlhf_core.data import parquet
 from rlhf_core.data.check import check_source
-from rlhf_core.data.files import BadRow, Row
+from rlhf_core.data.files import BadRow, Row, read_file
 from rlhf_core.data.sources import (
     read_rows,
     require_unchanged,
@@ -60,6 +59,7 @@ def data_of(path: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
@@ -81,62 +81,23 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
         assert data_of(file) == ROWS, file.name
 
 
-@pytest.mark.parametrize("dictionary_bytes", [None, 1 << 10, 1 << 20])
-def test_a_large_parquet_file_is_read_without_keeping_the_texts_of_earlier_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dictionary_bytes: int | None
-) -> None:
+def test_copies_of_a_long_text_in_a_parquet_file_are_not_all_in_memory(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    sizes = []
-    batches = parquet._batches
-
-    def recorded(*args: Any) -> Iterator[Any]:
-        for batch in batches(*args):
-            sizes.append(batch.nbytes)
-            yield batch
-
-    monkeypatch.setattr(parquet, "_batches", recorded)
-    monkeypatch.setattr(parquet, "_DICTIONARY_BYTES", 2**20)
-    texts: list[str | None] = [f"{number % 5000} " + "x" * 2000 for number in range(6000)]
-    for number in range(3, 6000, 7):
-        texts[number] = None
-    rows = [{"text": text, "messages": [{"role": "user", "content": text}]} for text in texts]
-    file, group_rows = tmp_path / "a.parquet", 4000
-    pq.write_table(
-        pa.Table.from_pylist(rows),
-        file,
-        row_group_size=group_rows,
-        use_dictionary=dictionary_bytes is not None,
-        dictionary_pagesize_limit=dictionary_bytes or 1,
-    )
-    assert data_of(file) == rows
-    # A batch of 1024 rows has 4 MiB of texts. One more batch can be in the dictionary.
-    assert max(sizes) < 9 * 2**20
-
-
-def test_copies_of_texts_in_a_large_dictionary_of_a_parquet_file_are_not_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    plain: list[int] = []
-    batches = parquet._batches
-
-    def recorded(stream: Any, metadata: Any, group: int, columns: list[str]) -> Iterator[Any]:
-        plain.extend([] if columns else [group])
-        return batches(stream, metadata, group, columns)
-
-    monkeypatch.setattr(parquet, "_batches", recorded)
-    monkeypatch.setattr(parquet, "_DICTIONARY_BYTES", 2**16)
-    long = [letter * 2**15 for letter in "abcd"]
-    # The copies follow the first batch, which has each text once.
-    texts = [*long, *["short"] * 1020, *long * 256]
-    rows = [{"text": text, "messages": [{"role": "user", "content": text}]} for text in texts]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert data_of(tmp_path / "a.parquet") == rows
-    assert not plain
+    text = "x" * 2**17
+    rows = [{"text": text, "messages": [{"role": "user", "content": text}]}] * 512
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    assert file.stat().st_size < 2**20
+    pool = pa.default_memory_pool()
+    before, most = pool.bytes_allocated(), 0
+    with file.open("rb") as stream:
+        for row in read_file(str(file), stream):
+            assert isinstance(row, Row) and row.data == rows[0]
+            most = max(most, pool.bytes_allocated() - before)
+    # All rows are 128 MiB, and a batch of 64 is 16 MiB.
+    assert most < 40 * 2**20
 
 
 def test_parquet_with_lists_and_structs_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
@@ -550,3 +511,33 @@ def test_a_source_that_no_longer_matches_the_key_is_named(tmp_path: Path) -> Non
     first, second = caught.value.message.split("\n")
     assert first.startswith(f"data.sft[0]: {file} was changed") and "nothing was stored" in first
     assert second.startswith(f"data.chat_template: {template} was changed")
+
+
+def test_the_subset_of_a_folder_is_a_folder_in_it(tmp_path: Path) -> None:
+    for name in ("main", "socratic"):
+        write(tmp_path / name / "train.jsonl", as_jsonl([{"text": name}]))
+    assert data_of(tmp_path, subset="socratic") == [{"text": "socratic"}]
+    digests = {
+        source_contents(
+            PipelineConfig.model_validate(
+                with_demo_data({"data": {"sft": [{"path": str(tmp_path), "subset": name}]}}), strict=False
+            )
+        )["data.sft[0]"].digest
+        for name in ("main", "socratic")
+    }
+    assert len(digests) == 2
+    assert short_name(Source(path=str(tmp_path), subset="main")) == "main"
+    assert "file not found" in str(next(iter(check_source("a", Source(path=str(tmp_path), subset="other")))))
+
+
+def test_the_subset_of_a_data_set_of_the_hub_is_loaded_and_in_its_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda path, name, **_: [{"text": f"{path} {name}"}])
+    commit = "a" * 40
+    source = {"path": "org/set", "subset": "socratic", "revision": commit}
+    assert [row.data for row in read_rows(Source.model_validate(source)) if isinstance(row, Row)] == [
+        {"text": "org/set socratic"}
+    ]
+    config = PipelineConfig.model_validate(with_demo_data({"data": {"sft": [source]}}), strict=False)
+    assert source_contents(config)["data.sft[0]"].digest == f"hub:org/set@{commit}:train:socratic"

@@ -29,7 +29,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ModelError
@@ -502,3 +502,13 @@ def test_the_cost_of_a_conversation_grows_with_its_turns_only() -> None:
     whole = encoder.conversation(turns)
     learned = [token for token, is_learned in zip(whole.ids, whole.mask, strict=True) if is_learned]
     assert learned.count(encoder.eos_id) == 1000
+
+
+def test_responses_are_read_without_thoughts_where_these_are_dropped(
+    byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    byte_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    ids = byte_tokenizer("<think>\nTwo.\n</think>\n\nFour.", add_special_tokens=False)["input_ids"]
+    for thoughts, seen in (("drop", "Four."), ("keep", "<think>\nTwo.\n</think>\n\nFour.")):
+        write_response_prefix(tmp_path, "", thoughts)  # type: ignore[arg-type]  # both are settings
+        assert load_decoder(tmp_path).response(ids) == seen

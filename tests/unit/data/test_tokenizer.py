@@ -10,8 +10,7 @@ Rules:
 - a tokenizer whose file loses blanks, or whose settings change it, is refused;
 - `add_bos_token: true` puts BOS before a text exactly once, also after saving;
 - a saved tokenizer names a class of transformers 4, and is read as its file says;
-- other threads run while a response is decoded;
-- a tokenizer that makes long texts, or many tokens, of short texts is refused.
+- other threads run while a response is decoded.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rlhf_core.config.address import is_hub_model
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import (
     Decoder,
     load_tokenizer,
-    require_bounded_growth,
     save_tokenizer,
     tokenizer_digest,
     train_tokenizer,
@@ -125,49 +123,6 @@ def test_dropout_is_turned_off_with_a_warning(tmp_path: Path, caplog: pytest.Log
     assert all(tokenizer(text)["input_ids"] == expected for _ in range(10))
     tokenizer.save_pretrained(tmp_path)
     assert json.loads(file.read_text())["model"]["dropout"] is None
-
-
-def replaces(*pairs: tuple[str, str]) -> dict[str, Any]:
-    steps = [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in pairs]
-    return {"type": "Sequence", "normalizers": steps}
-
-
-def template(*pieces: str, bos: int = 1) -> dict[str, Any]:
-    """Return the template of a post-processor that writes `bos` tokens for <bos>."""
-    kinds = []
-    for piece in pieces:
-        kind = "Sequence" if piece == "A" else "SpecialToken"
-        kinds.append({kind: {"id": piece, "type_id": 0}})
-    special = {"id": "<bos>", "ids": [1] * bos, "tokens": ["<bos>"] * bos}
-    return {"type": "TemplateProcessing", "single": kinds, "pair": [], "special_tokens": {"<bos>": special}}
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {"post_processor": template(*["<bos>"] * 100, "A")},
-        {"post_processor": template("<bos>", "A", bos=100)},
-        {"post_processor": {"type": "Sequence", "processors": [template("A", "A")] * 7}},
-        {"normalizer": replaces(("a", "a" * 1000))},
-        {"normalizer": replaces(*[("a", "a" * 10)] * 9)},
-        {"normalizer": {"type": "Prepend", "prepend": "x" * 20_000_000}},
-        {"decoder": {"type": "Sequence", "decoders": replaces(("a", "a" * 100))["normalizers"]}},
-    ],
-)
-def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused(rules: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=r"the tokenizer of the/model makes a text up to .* times as long"):
-        require_bounded_growth(rules, "the/model")
-
-
-def test_the_rules_of_known_tokenizers_are_bounded(byte_tokenizer: Any, sp_tokenizer: Any) -> None:
-    for tokenizer in (byte_tokenizer, sp_tokenizer):
-        require_bounded_growth(json.loads(tokenizer.backend_tokenizer.to_str()), "x")
-    require_bounded_growth(
-        {"normalizer": replaces((" ", "▁"), ("``", '"'), ("...", "…")), "decoder": None}, "x"
-    )
-    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    processors = [byte_level, template("<bos>", "A", "<bos>")]
-    require_bounded_growth({"post_processor": {"type": "Sequence", "processors": processors}}, "x")
 
 
 def test_a_tokenizer_that_is_saved_again_keeps_its_digest(tmp_path: Path) -> None:

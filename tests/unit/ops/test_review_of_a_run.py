@@ -20,7 +20,7 @@ import pytest
 from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.ops.review.record import _tracker, open_review

@@ -28,7 +28,7 @@ import transformers
 import uvicorn
 
 from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import load_decoder, load_tokenizer, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError

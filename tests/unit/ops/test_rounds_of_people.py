@@ -29,6 +29,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Record
+from rlhf_core.data.messages import Message
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import ConfigError, InputError, VotesNeeded
 from rlhf_core.evaluation.review import BlindPair, page_digest
@@ -81,6 +82,11 @@ def record(command: str, votes: Path) -> None:
     assert main([*shlex.split(command)[1:-1], str(votes)]) == 0
 
 
+def said(answer: Message | None) -> str:
+    assert answer is not None
+    return answer.content
+
+
 def records(source: Source, kind: Any) -> list[Record]:
     read = [to_record(row, source, kind, "a") for row in read_rows(source) if isinstance(row, Row)]
     return [each.record for each in read if not isinstance(each, BadRow)]
@@ -104,10 +110,10 @@ def test_the_rounds_end_where_votes_are_needed_and_go_on_when_they_are_recorded(
     first, _, third = open_review("small-1", str(rounds.home), "sample").pairs
     liked = [(pair.prompt, text) for pair, text in ((first, first.first), (third, third.second))]
     demonstrations = records(data.sft[1], "sft")
-    assert [(each.prompt_text, each.response) for each in demonstrations] == liked
+    assert [(each.prompt_text, said(each.response)) for each in demonstrations] == liked
     pairs = records(data.preference[1], "preference")
-    assert [(each.prompt_text, each.response) for each in pairs] == liked
-    assert [each.rejected for each in pairs] == [first.second, third.first]
+    assert [(each.prompt_text, said(each.response)) for each in pairs] == liked
+    assert [said(each.rejected) for each in pairs] == [first.second, third.first]
 
     record(command.replace("small-1", "small-2"), rounds.vote("small-2", ["1", None, None], saved=2))
     assert rounds.run(3) == ["small-1", "small-2", "small-3"], "the last round needs no votes"

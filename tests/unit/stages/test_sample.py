@@ -29,7 +29,7 @@ from rlhf_core.config.keys import is_enabled, stage_inputs
 from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, Row
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.sources import read_rows
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer

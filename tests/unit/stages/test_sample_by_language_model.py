@@ -21,7 +21,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import sources_read, stage_key
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import GateFailed

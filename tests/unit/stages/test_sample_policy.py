@@ -22,7 +22,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import unusual_settings
 from rlhf_core.config.keys import is_made, key_fields, stage_inputs, stage_key
 from rlhf_core.data.dataset import write
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import GateFailed

@@ -16,7 +16,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import sft_prompts, write
-from rlhf_core.data.formats import Message
+from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.evaluation import match
