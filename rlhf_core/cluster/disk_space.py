@@ -21,7 +21,7 @@ class Space(NamedTuple):
     """The disks of one host."""
 
     free: int
-    """Free bytes in `run.home/work`, and those of `pending` (see `space_of`)."""
+    """Free bytes in `run.home/work`."""
     to_fetch: int
     """Bytes of the inputs of the stage that the host does not have yet."""
     other_copies: int = 0
@@ -30,20 +30,16 @@ class Space(NamedTuple):
     """Free bytes in `run.home/cache`, if it is on another disk than `run.home/work`."""
 
 
-def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None) -> Space:
+def space_of(home: Path, copies: Mapping[str, int]) -> Space:
     """Return the space of this host.
 
     Args:
         home: `run.home`. It need not exist yet.
         copies: See `Nodes.copies`.
-        pending: Folder with files that an earlier attempt could not upload. This one uploads or deletes them
-            before it writes a checkpoint. It need not exist.
     """
     cache, works = Home.of(home).cache, Home.of(home).works
     to_fetch = sum(max(0, size - bytes_below(cache / name)) for name, size in copies.items())
     free = machine().disk(existing_parent(works)).free
-    if pending is not None and on_one_disk(pending, works):
-        free += bytes_below(pending)
     cache_free = None if on_one_disk(cache, works) else machine().disk(existing_parent(cache)).free
     others = sum(bytes_below(copy) for copy in cache.glob("*") if copy.name not in copies)
     return Space(free, to_fetch, others, cache_free)

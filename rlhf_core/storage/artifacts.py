@@ -167,7 +167,7 @@ class ArtifactStore:
 
         Raises InputError for files that may run code, Superseded if a later attempt holds the key, and
         StoreError if the store fails. After a StoreError nothing is visible, and the artifact stays in the
-        outbox if there is one.
+        outbox if there is one, and nothing is `stored`.
 
         Args:
             kind: The stage.
@@ -208,9 +208,11 @@ class ArtifactStore:
             if fence is not None:
                 fence.check()
 
-        if self._outbox is not None:
+        # Not with files that other hosts have put into the store: what commits first deletes all others, and
+        # the rest in the outbox could never be an artifact.
+        if self._outbox is not None and not stored:
             # Before the first request to the store, so that the artifact is not lost if the request fails.
-            self._outbox.add(bundle, folder, stored)
+            self._outbox.add(bundle, folder)
             manifest = self._outbox.upload(bundle.prefix, may_commit)
         else:
             may_commit()
@@ -363,10 +365,6 @@ class ArtifactStore:
         """
         prefix = artifact_prefix(kind, key)
         if self._outbox is None or not self._outbox.pending(prefix):
-            return None
-        if self._outbox.has_lost(prefix):
-            log.error("The store has lost a file of the artifact %s/%s; it is made again.", kind, key)
-            self._outbox.discard(prefix)
             return None
         log.info("uploading the artifact %s/%s, which an earlier attempt made", kind, key)
         manifest = self._outbox.upload(prefix, fence.check)

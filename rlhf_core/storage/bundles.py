@@ -185,7 +185,7 @@ def commit(
     *,
     may_commit: Callable[[], None],
     files_elsewhere: Sequence[FileEntry] = (),
-    wait_for_uploads: Callable[[], None] = lambda: None,
+    wait_for_uploads: Callable[[], None] | None = None,
 ) -> Manifest | None:
     """Store local files as a bundle; return its manifest, or None if another writer's bundle is there.
 
@@ -198,7 +198,7 @@ def commit(
             written to again.
         may_commit: Called directly before the manifest is written; raises if the bundle must not appear.
         files_elsewhere: Further files of the bundle, which other hosts upload.
-        wait_for_uploads: Returns when these hosts have uploaded them.
+        wait_for_uploads: Returns when these hosts have uploaded them; None if they have.
     """
     # Hosts with a common folder report the same files.
     manifest = replace(bundle, files=merged(files_elsewhere, bundle.files))
@@ -209,7 +209,8 @@ def commit(
         return existing if existing.folder == bundle.folder else None
     try:
         upload(store, source, bundle.files, bundle.data)
-        wait_for_uploads()
+        if wait_for_uploads is not None:
+            wait_for_uploads()
         # Look for files that the store has lost before the manifest is created: afterwards it is final.
         missing = find_damage(store, manifest)
         if not missing:

@@ -10,7 +10,6 @@ home/
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
 ├── cache/                   local copies of remote artifacts
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
-├── parts/                   parts of checkpoints that a driver on another host commits
 ├── spool/                   metrics that MLflow has not received
 ├── store/                   artifacts and checkpoints, if no other store is configured
 ├── mlflow.db, mlartifacts/  the tracker, if no other is configured
@@ -44,7 +43,7 @@ def home_problem(folder: Path, *, writable: bool = True) -> str | None:
     return None
 
 
-_MAY_BE_LINKS = ("work", "journal", "cache", "outbox", "parts")
+_MAY_BE_LINKS = ("work", "journal", "cache", "outbox")
 """Folders in `run.home` that may be links to another disk."""
 
 
@@ -102,8 +101,6 @@ class Home:
         """The store, if no other is configured."""
         self.cache = path / "cache"
         self.outbox = path / "outbox"
-        self.parts = path / "parts"
-        """Outbox of this host as an agent. A driver on this host must not take a part for a checkpoint."""
         self.spool = path / "spool"
 
         self.mlflow_database = path / "mlflow.db"
