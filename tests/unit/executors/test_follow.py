@@ -238,7 +238,7 @@ def test_a_flow_killed_before_it_submitted_submits_under_the_same_name(
         add_events(files, [RESULT])
 
     Job(store, work)
-    assert following(spec, tmp_path, waits=replace(FAST, submit=0.5)) == REF
+    assert following(spec, tmp_path, waits=FAST) == REF
     assert [body["metadata"]["name"] for body in api.created] == [files.submission.job_name]
 
 
@@ -265,7 +265,7 @@ def test_a_scheduler_that_does_not_answer_for_a_while_changes_nothing(
         add_events(files, [RESULT])
 
     Job(store, work)
-    assert following(spec, tmp_path, waits=replace(FAST, submit=0.05)) == REF
+    assert following(spec, tmp_path, waits=FAST) == REF
 
 
 def test_a_scheduler_that_does_not_answer_at_all_is_a_fault_and_the_job_continues(
