@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import LAST_STAGE, StageName
 from rlhf_core.storage.artifacts import ArtifactCopy
@@ -62,17 +64,8 @@ class StageSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dict. `from_json` is the inverse."""
-        return {
-            "stage": self.stage,
-            "key": self.key,
-            "config": self.config.model_dump(mode="json", by_alias=True),
-            "inputs": {name: ref.to_json() for name, ref in self.inputs.items()},
-            "parent_run_id": self.parent_run_id,
-            "pipeline_key": self.pipeline_key,
-            "sources": dict(self.sources),
-            "until": self.until,
-            "base_models": {name: copy._asdict() for name, copy in self.base_models.items()},
-        }
+        content: dict[str, Any] = _FORMAT.dump_python(self, mode="json", by_alias=True)
+        return content
 
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""
@@ -81,24 +74,15 @@ class StageSpec:
     @classmethod
     def read(cls, path: Path) -> StageSpec:
         """Return the spec in `path`, validated like any configuration."""
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return _FORMAT.validate_json(path.read_bytes())
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> StageSpec:
         """Return the spec that `to_json` has written, validated like any configuration."""
-        config = config_from_json(payload["config"])
-        inputs = {name: ArtifactRef(**ref) for name, ref in payload["inputs"].items()}
-        return cls(
-            payload["stage"],
-            payload["key"],
-            config,
-            inputs,
-            payload["parent_run_id"],
-            payload["pipeline_key"],
-            payload["sources"],
-            payload.get("until", LAST_STAGE),  # specs of earlier releases have none
-            {name: ArtifactCopy(**copy) for name, copy in payload.get("base_models", {}).items()},
-        )
+        return _FORMAT.validate_json(json.dumps(payload))
+
+
+_FORMAT = TypeAdapter(StageSpec)
 
 
 @dataclass(frozen=True)
