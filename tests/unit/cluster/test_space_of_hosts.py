@@ -1,7 +1,6 @@
 """The free space of a host, and what its message says.
 
 - a file that another process deletes meanwhile is not counted
-- copies of artifacts that the stage does not read are named with their size, and are not deleted
 - copies on another disk than the scratch files are compared with that disk
 """
 
@@ -42,24 +41,9 @@ def test_copies_may_be_on_another_disk(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to("/proc/self/ns")
     with on_machine(ScriptedMachine(disk=Disk(10**12, 300_000_000))):
         space = space_of(tmp_path, {"data-k-1": 300_000})
-    assert space == Space(300_000_000, 300_000, 0, 300_000_000)
-    # Copies that are deleted would not help.
-    assert space_problem("/home", Space(0, 10**9, 10**9, 10**9)).endswith("200 for logs and other files")
-    assert not space_problem("/home", Space(10**9, 10**9, 0, 10**9), 8 * 10**8)
-    assert space_problem("/home", Space(10**9, 2 * 10**9, 0, 10**9)) == (
+    assert space == Space(300_000_000, 300_000, 300_000_000)
+    assert space_problem("/home", Space(0, 10**9, 10**9)).endswith("200 for logs and other files")
+    assert not space_problem("/home", Space(10**9, 10**9, 10**9), 8 * 10**8)
+    assert space_problem("/home", Space(10**9, 2 * 10**9, 10**9)) == (
         "run.home=/home: 1000 MB free in cache, at least 2000 are needed for the inputs of the stage"
     )
-
-
-def test_copies_that_the_stage_does_not_read_are_named(tmp_path: Path) -> None:
-    fill(tmp_path / "cache" / "sft-k-1" / "model" / "weights", 3_000_000)
-    fill(tmp_path / "cache" / "data-k-1" / "rows", 1_000_000)
-    with on_machine(ScriptedMachine(disk=Disk(10**10, 1_000_000))):
-        space = space_of(tmp_path, {"data-k-1": 1_000_000, "reward-k-1": 7_000_000})
-    assert space == Space(1_000_000, 7_000_000, 3_000_000)
-    assert space_problem("/home", space).endswith(
-        "; /home/cache has 3 MB of copies of artifacts that this stage does not read: delete them if no other"
-        " run or server on this host uses them"
-    )
-    assert "cache" not in space_problem("/home", Space(0, 0))
-    assert (tmp_path / "cache" / "sft-k-1" / "model" / "weights").exists()
