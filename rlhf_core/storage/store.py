@@ -114,12 +114,6 @@ class Store:
         """Return the content of a small object; None if it does not exist."""
         return self._backend.read_bytes(check_key(key))
 
-    def read_start(self, key: str, size: int) -> bytes:
-        """Return the first `size` bytes of an object, or all of a shorter one. Raises FileNotFoundError if it
-        does not exist.
-        """
-        return self._backend.read_start(check_key(key), size)
-
     def size(self, key: str) -> int | None:
         """Return the bytes of the object at `key`; None if it does not exist."""
         status = self._backend.status(check_key(key))
