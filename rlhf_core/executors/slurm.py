@@ -85,7 +85,7 @@ class SlurmJobs:
             "--partition": resources.queue,
             "--qos": resources.priority,
             "--account": resources.account,
-            "--time": resources.time_limit and max(1, resources.time_limit // 60),  # minutes
+            "--time": resources.time_limit and max(1, resources.time_limit // 60),  # minutes; 0 is no limit
             "--output": str(self._logs / f"{job.name}.out").replace("%", "%%"),
         }
         flags = [f"{name}={value}" for name, value in options.items() if value is not None]

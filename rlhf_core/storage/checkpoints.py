@@ -460,6 +460,7 @@ class CheckpointStore:
         # From all manifests, because a later one can have the score of an older checkpoint.
         scored = [(score, step) for score, step in self._scored(steps, {}) if step in older]
         best = {step for _, step in sorted(scored, reverse=True)[: self._store_settings.keep_best]}
+        # Later files without a manifest may be an upload of this attempt.
         deleted = [s for s in self._steps(committed=False) if s < newest[-1] and s not in best]
         for step in deleted:
             bundles.remove(self._store, self._prefix(step))

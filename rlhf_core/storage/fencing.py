@@ -174,6 +174,7 @@ def renewed(fence: Fence, times: LeaseTimes = LeaseTimes()) -> Iterator[None]:
             except StoreError as error:
                 log.warning("The lease of stage %s is not renewed: %s", fence.stage_key, error.message)
 
+    # A daemon: a request that hangs must not keep a finished stage alive.
     thread = threading.Thread(target=renew, name="lease", daemon=True)
     thread.start()
     try:
