@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import LAST_STAGE, StageName
 from rlhf_core.storage.artifacts import ArtifactCopy
-from rlhf_core.system.files import write_json
+from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
 
@@ -62,24 +62,14 @@ class StageSpec:
         """Rollouts of the unfinished step, which later attempts on this machine reuse."""
         return self.home.rollout_cache(self.stage, self.key)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain dict. `from_json` is the inverse."""
-        content: dict[str, Any] = _FORMAT.dump_python(self, mode="json", by_alias=True)
-        return content
-
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""
-        write_json(path, self.to_json())
+        write_atomic(path, _FORMAT.dump_json(self, by_alias=True, indent=2))
 
     @classmethod
     def read(cls, path: Path) -> StageSpec:
         """Return the spec in `path`, validated like any configuration."""
         return _FORMAT.validate_json(path.read_bytes())
-
-    @classmethod
-    def from_json(cls, payload: Mapping[str, Any]) -> StageSpec:
-        """Return the spec that `to_json` has written, validated like any configuration."""
-        return _FORMAT.validate_json(json.dumps(payload))
 
 
 _FORMAT = TypeAdapter(StageSpec)
