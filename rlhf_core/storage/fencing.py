@@ -270,6 +270,7 @@ def observe(
         else:
             elsewhere[key] = holder
     if elsewhere:
+        # Once for all keys: each holder has the time of three renewals.
         clock.sleep(times.takeover)
     for key, holder in elsewhere.items():
         before = holder.lease

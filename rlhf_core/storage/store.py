@@ -24,6 +24,7 @@ from rlhf_core.storage.s3 import S3_LIMITS, S3Limits, S3Objects, s3_endpoint
 from rlhf_core.system.files import TEMPORARY
 
 _CHECK_SECONDS = 2.0
+"""Short, because a person waits for the check before a run."""
 # S3 allows 1024 bytes for a key together with the prefix of the store, file systems 255 for one name.
 _MAX_KEY_BYTES, _MAX_NAME_BYTES = 900, 255
 
