@@ -321,8 +321,10 @@ class CheckpointStore:
         step, upload = self._background_upload
         wait([upload], seconds)
         if not upload.done():
+            is_kept = self._outbox is not None and self._outbox.manifest(self._prefix(step)) is not None
+            then = "finishes it" if is_kept else "continues from the one before"
             log.warning(
-                "The upload of the checkpoint of step %d is unfinished; the same command finishes it.", step
+                "The upload of the checkpoint of step %d is unfinished; the same command %s.", step, then
             )
         elif upload.exception() is not None:
             log.warning("The checkpoint of step %d was not uploaded: %s", step, upload.exception())

@@ -237,7 +237,9 @@ def test_part_that_cannot_be_uploaded_prevents_the_commit(tmp_path: Path) -> Non
     assert sorted(path.name for path in latest[1].iterdir()) == ["latest", "rank0"]
 
 
-def test_the_next_step_is_written_while_the_parts_are_uploaded(tmp_path: Path) -> None:
+def test_the_next_step_is_written_while_the_parts_are_uploaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = ScriptedStore(tmp_path / "bucket", remote=True)
     first = Attempt(tmp_path, store)
     go = threading.Event()
@@ -249,6 +251,8 @@ def test_the_next_step_is_written_while_the_parts_are_uploaded(tmp_path: Path) -
     second.start()
     second.join(0.1)
     assert second.is_alive(), "at most one upload at a time"
+    first.checkpoints.finish(0.05)
+    assert "step 3 is unfinished; the same command continues from the one before." in caplog.text
     go.set()
     second.join()
     first.checkpoints.finish()
