@@ -3,8 +3,7 @@ knows of that host.
 
     driver (`rlhf_core.cluster.nodes`)        agent, one per other host
     ------------------------------------      ------------------------------------------------------------
-    join                                  ->  deletes old parts of checkpoints; fetches and verifies the
-                                              stage's inputs, once per host
+    join                                  ->  fetches and verifies the stage's inputs, once per host
     at intervals: report                  ->  last observations of the monitor of this host
     save_stacks, kill                     ->  of the processes of this host
     add, upload                           ->  hashes and uploads this host's part of a checkpoint
@@ -33,12 +32,10 @@ from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.disk_space import Space, space_of
 from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import DataError, InfrastructureError, InputError, RLHFError, StoreError, classified
+from rlhf_core.errors import DataError, InfrastructureError, InputError, RLHFError, classified
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
-from rlhf_core.storage.checkpoints import discard_old_parts
-from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
 from rlhf_core.system.held_folders import delete_abandoned, held
@@ -105,9 +102,8 @@ class NodeAgent:
         self._config = PipelineConfig.model_validate_json(config_json)
         self._store = open_store(self._config) if store is None else store
         self._artifacts = ArtifactStore(self._store, Home.of(self._config.run.home).cache)
-        self._outbox = Outbox.of(self._store, Home.of(self._config.run.home).parts)
         self._taken: dict[str, tuple[Path, tuple[FileEntry, ...]]] = {}
-        """Parts of checkpoints without an outbox, by prefix: their folder and files."""
+        """Folder and files of each part of a checkpoint that is to be uploaded, by its place in the store."""
         self._work = work
         self._shares_folders = False
         self._held = ExitStack()
@@ -147,16 +143,9 @@ class NodeAgent:
         return Started(*here(), files_of)
 
     @_served
-    def space(self, copies: Mapping[str, int], checkpoints: str) -> Space:
-        """Return the space of this host.
-
-        Args:
-            copies: See `Nodes.copies`.
-            checkpoints: Prefix of the stage's checkpoints. Pending parts of them do not count against the
-                host.
-        """
-        home = Home.of(self._config.run.home)
-        return space_of(home.path, copies, home.parts / checkpoints)
+    def space(self, copies: Mapping[str, int]) -> Space:
+        """Return the space of this host. `copies` is as in `Nodes.copies`."""
+        return space_of(Home.of(self._config.run.home).path, copies)
 
     @_served
     def close(self) -> None:
@@ -215,16 +204,6 @@ class NodeAgent:
             )
 
     @_served
-    def discard_old_parts(self) -> None:
-        """Delete the parts of earlier attempts that are not needed any more."""
-        if self._outbox is None:
-            return
-        try:
-            discard_old_parts(self._store, self._outbox)
-        except StoreError as error:
-            log.warning("The parts of earlier attempts stay: %s", error.message)
-
-    @_served
     def prepare(self, folder: Path, size: int) -> None:
         """Create the empty `folder`. Raises StoreError unless its disk has `size` free bytes."""
         shutil.rmtree(folder, ignore_errors=True)
@@ -232,41 +211,23 @@ class NodeAgent:
         folder.mkdir(parents=True)
 
     @_served
-    def add(self, prefix: str, folder: Path, name: str) -> tuple[FileEntry, ...]:
-        """Take the files of `folder` for the folder `name` of the bundle `prefix`, and return them."""
+    def add(self, folder: Path, target: str) -> tuple[FileEntry, ...]:
+        """Take the files of `folder` for the folder `target` of the store, and return them."""
         # DeepSpeed adds a script to each of its checkpoints. Programs are never stored in a bucket.
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
-        if not files:
-            return ()
-        if self._outbox is None:
-            self._taken = {prefix: (folder, files)}
-        else:
-            self._outbox.add(Manifest(prefix, name, files, {}), folder)
-            shutil.rmtree(folder)
+        if files:
+            # Aside, because the next checkpoint is written to `folder` while this one is uploaded.
+            aside = folder.rename(folder.with_name(target.rsplit("/", 1)[-1]))
+            self._taken[target] = (aside, files)
         return files
 
     @_served
-    def pending(self, prefix: str, name: str) -> tuple[FileEntry, ...]:
-        """Return the files of the part that an earlier attempt took and could not upload."""
-        manifest = None if self._outbox is None else self._outbox.manifest(prefix)
-        return manifest.files if manifest is not None and manifest.folder == name else ()
-
-    @_served
-    def upload(self, prefix: str, name: str) -> None:
-        """Upload the files that `add` took. Raises StoreError if the store fails."""
-        if self._outbox is not None:
-            if self.pending(prefix, name):
-                self._outbox.upload_files(prefix)
-        elif prefix in self._taken:
-            folder, files = self._taken.pop(prefix)
-            bundles.upload(self._store, folder, files, f"{prefix}/{name}")
+    def upload(self, target: str) -> None:
+        """Upload the files that `add` took for `target`. Raises StoreError if the store fails."""
+        if target in self._taken:
+            folder, files = self._taken.pop(target)
+            bundles.upload(self._store, folder, files, target)
             shutil.rmtree(folder)
-
-    @_served
-    def discard(self, prefix: str) -> None:
-        """Forget the files that `add` took."""
-        if self._outbox is not None:
-            self._outbox.discard(prefix)
 
     @_served
     def fetch(self, manifest: Manifest, work: Path, needed: frozenset[str]) -> None:

@@ -147,10 +147,12 @@ def _start_on_this_host(processes: int, device: str) -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(
         address="local",  # without it, Ray joins a cluster that `ray start` has started on this host
+        # Ray counts CPUs and binds no process to them: more actors than cores share the cores.
         num_cpus=max(os.cpu_count() or 1, processes + 1),
         include_dashboard=False,
         log_to_driver=True,
         logging_level=logging.WARNING,
+        # By default 30 % of the memory, which the models need on a CPU.
         object_store_memory=None if device == "cuda" else 256 << 20,
         _node_ip_address="127.0.0.1",
         job_config=_job_config(),

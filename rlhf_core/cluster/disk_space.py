@@ -21,32 +21,25 @@ class Space(NamedTuple):
     """The disks of one host."""
 
     free: int
-    """Free bytes in `run.home/work`, and those of `pending` (see `space_of`)."""
+    """Free bytes in `run.home/work`."""
     to_fetch: int
     """Bytes of the inputs of the stage that the host does not have yet."""
-    other_copies: int = 0
-    """Bytes of copies of artifacts that are no inputs of the stage."""
     cache_free: int | None = None
     """Free bytes in `run.home/cache`, if it is on another disk than `run.home/work`."""
 
 
-def space_of(home: Path, copies: Mapping[str, int], pending: Path | None = None) -> Space:
+def space_of(home: Path, copies: Mapping[str, int]) -> Space:
     """Return the space of this host.
 
     Args:
         home: `run.home`. It need not exist yet.
         copies: See `Nodes.copies`.
-        pending: Folder with files that an earlier attempt could not upload. This one uploads or deletes them
-            before it writes a checkpoint. It need not exist.
     """
     cache, works = Home.of(home).cache, Home.of(home).works
     to_fetch = sum(max(0, size - bytes_below(cache / name)) for name, size in copies.items())
     free = machine().disk(existing_parent(works)).free
-    if pending is not None and on_one_disk(pending, works):
-        free += bytes_below(pending)
     cache_free = None if on_one_disk(cache, works) else machine().disk(existing_parent(cache)).free
-    others = sum(bytes_below(copy) for copy in cache.glob("*") if copy.name not in copies)
-    return Space(free, to_fetch, others, cache_free)
+    return Space(free, to_fetch, cache_free)
 
 
 def bytes_below(folder: Path) -> int:
@@ -70,7 +63,7 @@ def space_problem(home: str, space: Space, part: int = 0) -> str:
     if space.cache_free is not None and space.cache_free < space.to_fetch:
         return (
             f"run.home={home}: {space.cache_free / 1e6:.0f} MB free in cache, at least"
-            f" {space.to_fetch / 1e6:.0f} are needed for the inputs of the stage{_to_delete(home, space)}"
+            f" {space.to_fetch / 1e6:.0f} are needed for the inputs of the stage"
         )
     needs = {
         "its part of a checkpoint": part,
@@ -83,16 +76,5 @@ def space_problem(home: str, space: Space, part: int = 0) -> str:
     described = ", ".join(f"{size / 1e6:.0f} for {what}" for what, size in needs.items() if size)
     return (
         f"run.home={home}: {space.free / 1e6:.0f} MB free, at least {needed / 1e6:.0f} are needed:"
-        f" {described}{'' if space.cache_free is not None else _to_delete(home, space)}"
-    )
-
-
-def _to_delete(home: str, space: Space) -> str:
-    # Not deleted automatically: processes that this host does not know may read a copy, such as vLLM for
-    # `rlhf serve`, or another run.
-    if not space.other_copies:
-        return ""
-    return (
-        f"; {home}/cache has {space.other_copies / 1e6:.0f} MB of copies of artifacts that this stage does"
-        " not read: delete them if no other run or server on this host uses them"
+        f" {described}"
     )

@@ -159,6 +159,7 @@ def _ask(
     calls: list[Pending[dict[str, Any]]] = []
     for node in nodes:
         task = ray.remote(report_node).options(
+            # No resources, so that nodes which are in use answer as well. No retries: it must be this node.
             num_cpus=0,
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),

@@ -126,8 +126,6 @@ class ClusterNodes:
         """Bytes of a checkpoint of the stage, see `planning.checkpoints.checkpoint_bytes`. The first `join`
         checks the space of each host for its part.
         """
-        self.checkpoint_prefix = ""
-        """Prefix of the stage, as `types.checkpoint_prefix` returns it."""
         self._has_space = False
         self._cluster = cluster
         self._hosts: list[Host] = []
@@ -162,7 +160,6 @@ class ClusterNodes:
                 merged[self._files_of.get(node_id, node_id)][folder] |= set(of_node)
         self._ranks = {node_id: dict(folders) for node_id, folders in merged.items()}
         self._has_processes = self._own_id in {self._files_of.get(node_id, node_id) for node_id in ranks}
-        self._wait([host.call(NodeAgent.discard_old_parts) for host in added if host.has_files])
         if not self._has_space:
             self._check_space()
             self._has_space = True
@@ -198,11 +195,11 @@ class ClusterNodes:
         """Raise ConfigError with a line for each host whose disk is too small for the inputs that it has to
         fetch and for what its ranks write of a checkpoint.
         """
-        hosts, home, prefix = self._with_files(), self.config.run.home, self.checkpoint_prefix
-        found = self._wait([host.call(NodeAgent.space, self.copies, prefix) for host in hosts])
+        hosts, home = self._with_files(), self.config.run.home
+        found = self._wait([host.call(NodeAgent.space, self.copies) for host in hosts])
         # Without processes it has fetched what it needs.
         own = self.copies if self._has_processes else dict.fromkeys(self.copies, 0)
-        spaces = {self._own_id: space_of(Path(home), own, Home.of(home).outbox / prefix)}
+        spaces = {self._own_id: space_of(Path(home), own)}
         spaces |= {host.node_id: space for host, space in zip(hosts, found, strict=True)}
         problems, names = [], self._cluster.node_names()
         for node_id, space in spaces.items():
@@ -213,8 +210,7 @@ class ClusterNodes:
             raise ConfigError(
                 f"run.home: {len(problems)} of the {len(spaces)} hosts of the stage have too little space:\n"
                 + "\n".join(problems)
-                + f"\nfree some there, or set run.home; {home}/parts may have parts of checkpoints of other"
-                " stages that were not uploaded"
+                + "\nfree some there, or set run.home"
             )
 
     def _fetch_inputs(self, added: Sequence[Host]) -> None:
@@ -437,19 +433,13 @@ class ClusterNodes:
     def bytes_here(self, size: int, unsharded: int | None) -> int:
         return written_bytes(size, unsharded, self._ranks, self._own_id) if self._hosts else size
 
-    def add(self, prefix: str, folder: Path, name: str) -> Callable[[], list[tuple[FileEntry, ...]]]:
-        calls = [host.call(NodeAgent.add, prefix, folder, name) for host in self._with_files()]
-        return lambda: self._parts(calls)
+    def add(self, folder: Path, target: str) -> Callable[[], list[tuple[FileEntry, ...]]]:
+        calls = [host.call(NodeAgent.add, folder, target) for host in self._with_files()]
+        return lambda: [part for part in self._wait(calls) if part]
 
-    def pending(self, prefix: str, name: str) -> list[tuple[FileEntry, ...]]:
-        return self._parts([host.call(NodeAgent.pending, prefix, name) for host in self._with_files()])
-
-    def upload(self, prefix: str, name: str) -> Callable[[], None]:
-        calls = [host.call(NodeAgent.upload, prefix, name) for host in self._with_files()]
+    def upload(self, target: str) -> Callable[[], None]:
+        calls = [host.call(NodeAgent.upload, target) for host in self._with_files()]
         return lambda: _nothing(self._wait(calls))
-
-    def discard(self, prefix: str) -> None:
-        self._wait([host.call(NodeAgent.discard, prefix) for host in self._with_files()])
 
     def fetch(self, manifest: Manifest, work: Path) -> Callable[[], None]:
         heartbeat("fetch the checkpoint on all hosts", math.inf)
@@ -466,9 +456,6 @@ class ClusterNodes:
 
     def _needed(self, manifest: Manifest, node_id: str) -> frozenset[str]:
         return needed_files([entry.path for entry in manifest.files], self._ranks, node_id)
-
-    def _parts(self, calls: Sequence[HostCall[tuple[FileEntry, ...]]]) -> list[tuple[FileEntry, ...]]:
-        return [part for part in self._wait(calls) if part]
 
 
 def _require_same(folder: Path, own: Mapping[str, str], there: Mapping[str, str], host: str) -> None:

@@ -85,7 +85,9 @@ class Scheduler(Protocol):
         """Whether a job that has ended holds its resources until it is cancelled."""
 
     def submit(self, job: Job) -> None:
-        """Start `job`, unless a job of this name exists already."""
+        """Start `job`, unless a job of this name exists already. Two of one name never run at the same
+        time.
+        """
 
     def status(self, name: str) -> JobStatus:
         """Return the status of a job."""

@@ -89,15 +89,15 @@ class StageProcess:
     def end(self) -> None:
         """Ask the reaper to stop the stage and all its processes, and wait for that.
 
-        If the wait is interrupted, the reaper kills them at once. A reaper that does not end in time is
-        killed with its process group.
+        If that takes too long, or the wait is interrupted, the reaper kills them at once. A reaper that does
+        not end in time either is killed with its process group.
         """
         try:
             try:
                 _ask_to_end(self.process, self.stop_seconds + _REAPER_SECONDS)
-            except BaseException:
+            finally:
+                # Does nothing if it has ended. Else the wait was interrupted, or too short.
                 _ask_to_end(self.process, _REAPER_SECONDS)
-                raise
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

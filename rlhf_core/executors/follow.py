@@ -2,9 +2,8 @@
 
 find       a job of this stage key that was submitted before and has not ended is followed: a flow that
            was killed and is started again continues to wait for its job
-submit     `jobs/{key}/{number}/spec.json` is created once. The flow that created it submits the job, the
-           others wait for as long as `Waits.submit`, measured by their own clocks, and then submit it under
-           the same name. If a scheduler accepts the name twice, the lease of the stage lets one job work
+submit     `jobs/{key}/{number}/spec.json` is created once. Every flow that finds it and no job submits the
+           job under the name in it: no scheduler runs two jobs of one name at the same time
 follow     events and log come from the store, the state from the scheduler. A result, or a manifest in
            the store, is a success; a job that ended without one is an error of rlhf_core.errors
 release    a job that has sent its outcome is cancelled if its scheduler keeps the resources of ended jobs.
@@ -54,10 +53,6 @@ class Waits:
     """Between two reads of the job's log."""
     unreachable: float = 300.0
     """How long a scheduler may not answer."""
-    submit: float = 60.0
-    """How long a job that the scheduler does not list and that has written nothing may be about to be
-    submitted, from the first observation.
-    """
     stop: float = TERM_SECONDS + 25.0
     """Time for a job to see the request, save a checkpoint and end."""
 
@@ -160,13 +155,10 @@ class _Follower:
         name = files.submission.job_name
         try:
             status = self._follow(files, name)
-        except StageTimedOut:
-            self._stop(files, name)
-            raise
-        except Exception:
-            raise  # the job continues, and the next attempt finds it
-        except BaseException:
-            self._stop(files, name)
+        except BaseException as error:
+            # After another error the job continues, and the next attempt finds it.
+            if isinstance(error, StageTimedOut) or not isinstance(error, Exception):
+                self._stop(files, name)
             raise
         self._fetch_log(files, name)
         outcome = self._outcome
@@ -211,42 +203,17 @@ class _Follower:
             message = f"{self._what(name)} is {status.state} already; following it"
             self._on_event({"event": "warning", "message": message})
             return files
-        # A job that has written events was submitted, and its scheduler has forgotten it.
-        if status.state == "missing" and not events and self._await_submission(files):
-            return files
-        return None
-
-    def _await_submission(self, files: JobFiles) -> bool:
-        """Wait for the flow that created these files to submit the job. Submit it if that does not happen.
-
-        Not all schedulers refuse a second job of the same name. Return False if the job was cancelled or
-        deleted, or if the files are of other settings than those of this flow.
-        """
+        # A job that has written events was submitted, and its scheduler has forgotten it. One that was asked
+        # to stop was cancelled.
+        if status.state != "missing" or events or files.is_asked_to_stop():
+            return None
+        # Again, because the files are deleted when the stage has its artifact.
         submission = files.read_submission()
-        if submission is None or files.is_asked_to_stop():
-            return False
-        name = submission.job_name
-        log.info("%s: waiting for the flow that began to submit it", self._what(name))
-        if self._appears(name):
-            return True
-        still = files.read_submission()
-        if still is None or files.is_asked_to_stop() or still.spec.config != self._spec.config:
-            return False
+        if submission is None or submission.spec.config != self._spec.config:
+            return None
+        # The flow that created the files is about to submit the job, or was killed before.
         self._start(files)
-        return True
-
-    def _appears(self, name: str) -> bool:
-        """Wait until the scheduler lists the job, and return False if it does not."""
-        deadline = self._clock.monotonic() + self._waits.submit
-        while self._clock.monotonic() < deadline:
-            self._check_deadline(name)
-            status = self._poll(name)
-            if status is None:
-                deadline = self._clock.monotonic() + self._waits.submit
-            elif status.state != "missing":
-                return True
-            self._clock.sleep(self._waits.poll)
-        return False
+        return files
 
     @property
     def _executor(self) -> Executor:
@@ -259,9 +226,9 @@ class _Follower:
             if files.create(self._spec, self._executor, left, shared_environment()):
                 self._start(files)
                 return files
-            if self._await_submission(files):
-                return files
-            self._next_number += 1
+            found = self._find()
+            if found is not None:
+                return found
 
     def _start(self, files: JobFiles) -> None:
         config, stage = self._spec.config, self._spec.stage
@@ -280,10 +247,8 @@ class _Follower:
                 if self._clock.monotonic() - began > self._waits.unreachable:
                     raise
                 log.info("%s: %s", self._what(name), error.message)
-            # A request without an answer may have arrived, and Slurm can take a while to list the job. It
-            # would accept a second one of this name.
-            if self._appears(name):
-                break
+            self._check_deadline(name)
+            self._clock.sleep(self._waits.poll)
         log.info("%s: submitted", self._what(name))
 
     def _follow(self, files: JobFiles, name: str) -> JobStatus:

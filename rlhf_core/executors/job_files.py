@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rlhf_core.config.pipeline import Executor
 from rlhf_core.errors import ConfigError
 from rlhf_core.executors.events import parse
@@ -48,6 +50,9 @@ class Submission:
     """Variables of the job, where its host does not set them."""
     time: float
     """Unix time on the clock of the flow's host. For people: clocks of two hosts are not compared."""
+
+
+_FORMAT = TypeAdapter(Submission)
 
 
 class JobFiles:
@@ -80,16 +85,11 @@ class JobFiles:
             seconds: Time that is left for the stage.
             environment: Variables of the job.
         """
-        content = {
-            "spec": spec.to_json(),
-            # Random, because a job of another store can have the same stage and number.
-            "job_name": f"rlhf-{spec.stage}-{secrets.token_hex(6)}-{self.number}",
-            "executor": executor,
-            "seconds": seconds,
-            "environment": dict(environment),
-            "time": time.time(),
-        }
-        return self._store.put_if_absent(f"{self.folder}/spec.json", json.dumps(content).encode())
+        # Random, because a job of another store can have the same stage and number.
+        name = f"rlhf-{spec.stage}-{secrets.token_hex(6)}-{self.number}"
+        submission = Submission(spec, name, executor, seconds, environment, time.time())
+        content = _FORMAT.dump_json(submission, by_alias=True)
+        return self._store.put_if_absent(f"{self.folder}/spec.json", content)
 
     @property
     def has_remains(self) -> bool:
@@ -112,8 +112,7 @@ class JobFiles:
         data = self._store.read_bytes(f"{self.folder}/spec.json")
         if data is None:
             return None
-        content = json.loads(data)
-        self._submission = Submission(**{**content, "spec": StageSpec.from_json(content["spec"])})
+        self._submission = _FORMAT.validate_json(data)
         return self._submission
 
     # -- written by the job --

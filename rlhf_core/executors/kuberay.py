@@ -206,6 +206,7 @@ def rayjob(job: Job, template: dict[str, Any]) -> dict[str, Any]:
         spec["activeDeadlineSeconds"] = resources.time_limit
     cluster = spec["rayClusterSpec"]
     workers = cluster["workerGroupSpecs"][0]
+    # All three: KubeRay moves `replicas` between the two others.
     for name in ("replicas", "minReplicas", "maxReplicas"):
         workers[name] = resources.nodes or 1
     for group in (cluster["headGroupSpec"], workers):

@@ -26,6 +26,7 @@ from rlhf_core.executors.base import Job, JobState, JobStatus
 ADDRESS = "RAY_API_SERVER_ADDRESS"
 _REQUEST_SECONDS = 30.0
 _LOG_BYTES = 2**16
+"""Length of the end of the output that is copied to the log of the stage."""
 _STATES: dict[RayStatus, JobState] = {
     RayStatus.PENDING: "pending",
     RayStatus.RUNNING: "running",

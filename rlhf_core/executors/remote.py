@@ -33,8 +33,11 @@ from rlhf_core.system.stopping import EXIT_STOPPED
 log = logging.getLogger("rlhf_core.executors.remote")
 
 SEND_SECONDS = 1.0
+"""Between two writes of events."""
 _STOP_SECONDS = 5.0
+"""Between two looks for a request to stop. Each is a request to the store, for the whole time of a job."""
 _LOG_SECONDS = 20.0
+"""Between two writes of the log, of up to 1 MiB each."""
 
 
 def main(store_url: str, stage_key: str, number: str, endpoint: str = "") -> int:
@@ -97,7 +100,8 @@ class _Reporter:
         self._events, _ = files.read_events()
         self._progress: dict[str, Event] = {}
         """The latest progress of each task."""
-        self._is_written = True
+        self._sent = self._written = 0
+        """Number of the events that were sent, and of those that the store has."""
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._copied = 0
@@ -116,7 +120,7 @@ class _Reporter:
     def send(self, event: Event) -> None:
         """Write `event` with the others. Progress replaces that of the same task."""
         with self._lock:
-            self._is_written = False
+            self._sent += 1
             if event["event"] != "progress":
                 self._events.append(event)
                 return
@@ -165,15 +169,13 @@ class _Reporter:
 
     def _write_events(self) -> None:
         with self._lock:
-            if self._is_written:
+            if self._written == self._sent:
                 return
-            events, progress = list(self._events), list(self._progress.values())
-            self._is_written = True
-        try:
-            self._files.write_events(events, progress)
-        except BaseException:
-            self._is_written = False
-            raise
+            sent, events, progress = self._sent, list(self._events), list(self._progress.values())
+        # Without the lock: the stage goes on while the store is slow. What it sends meanwhile is written the
+        # next time.
+        self._files.write_events(events, progress)
+        self._written = sent
 
     def _write_log(self) -> None:
         if not self._log_file.exists():

@@ -1,7 +1,8 @@
 """A stage as a batch job of Slurm, by its commands `sbatch`, `squeue`, `sacct` and `scancel`.
 
 The batch script starts Ray on all nodes of the job with `ray symmetric-run` and runs the stage on the first.
-The job is found again by its name, which no other stage or attempt has. Slurm itself accepts a name twice.
+The job is found again by its name, which no other stage or attempt has. Slurm accepts a name twice, but with
+`--dependency=singleton` it starts the second job after the end of the first one.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class SlurmJobs:
         self._logs.mkdir(parents=True, exist_ok=True)
         options = {
             "--job-name": job.name,
+            # squeue can take a while to list a job, and another flow may submit it at the same moment.
+            "--dependency": "singleton",
             "--nodes": resources.nodes or 1,
             "--gpus-per-node": resources.gpus_per_node or None,
             "--cpus-per-task": resources.cpus_per_node,
@@ -83,7 +86,7 @@ class SlurmJobs:
             "--partition": resources.queue,
             "--qos": resources.priority,
             "--account": resources.account,
-            "--time": resources.time_limit and max(1, resources.time_limit // 60),  # minutes
+            "--time": resources.time_limit and max(1, resources.time_limit // 60),  # minutes; 0 is no limit
             "--output": str(self._logs / f"{job.name}.out").replace("%", "%%"),
         }
         flags = [f"{name}={value}" for name, value in options.items() if value is not None]

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rlhf_core.config import PipelineConfig
 from rlhf_core.pipeline import LAST_STAGE, StageName
 from rlhf_core.storage.artifacts import ArtifactCopy
-from rlhf_core.system.files import write_json
+from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
 
@@ -60,45 +62,17 @@ class StageSpec:
         """Rollouts of the unfinished step, which later attempts on this machine reuse."""
         return self.home.rollout_cache(self.stage, self.key)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain dict. `from_json` is the inverse."""
-        return {
-            "stage": self.stage,
-            "key": self.key,
-            "config": self.config.model_dump(mode="json", by_alias=True),
-            "inputs": {name: ref.to_json() for name, ref in self.inputs.items()},
-            "parent_run_id": self.parent_run_id,
-            "pipeline_key": self.pipeline_key,
-            "sources": dict(self.sources),
-            "until": self.until,
-            "base_models": {name: copy._asdict() for name, copy in self.base_models.items()},
-        }
-
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""
-        write_json(path, self.to_json())
+        write_atomic(path, _FORMAT.dump_json(self, by_alias=True, indent=2))
 
     @classmethod
     def read(cls, path: Path) -> StageSpec:
         """Return the spec in `path`, validated like any configuration."""
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return _FORMAT.validate_json(path.read_bytes())
 
-    @classmethod
-    def from_json(cls, payload: Mapping[str, Any]) -> StageSpec:
-        """Return the spec that `to_json` has written, validated like any configuration."""
-        config = config_from_json(payload["config"])
-        inputs = {name: ArtifactRef(**ref) for name, ref in payload["inputs"].items()}
-        return cls(
-            payload["stage"],
-            payload["key"],
-            config,
-            inputs,
-            payload["parent_run_id"],
-            payload["pipeline_key"],
-            payload["sources"],
-            payload.get("until", LAST_STAGE),  # specs of earlier releases have none
-            {name: ArtifactCopy(**copy) for name, copy in payload.get("base_models", {}).items()},
-        )
+
+_FORMAT = TypeAdapter(StageSpec)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from rlhf_core.system.files import (
     LFS_POINTER,
     UnfitFile,
     exists,
-    header_copy,
     open_regular,
     read_bounded,
 )
@@ -95,7 +94,7 @@ class ModelFolder:
         """
         single, index = self.root / "model.safetensors", self.root / "model.safetensors.index.json"
         # Not `exists`: a link to nothing is reported as such, and not as a folder without weights.
-        if os.path.lexists(single) or header_copy(single).exists():
+        if os.path.lexists(single):
             return [single]
         if not index.is_file():
             raise self._no_weights()
@@ -199,16 +198,11 @@ def read_header(file: Path) -> dict[str, Any]:
     """Return data type and shape of each tensor by name, without its values. Raises BadHeader.
 
     The file is untrusted: `safetensors` compares each entry with the size of the file before anything is
-    allocated for it. A host that has no weights can have a copy of the header (`header_copy`).
+    allocated for it.
     """
-    copy = header_copy(file)
-    is_copy = copy.exists() and not file.exists()
     try:
-        with open_regular(copy if is_copy else file) as stream:
+        with open_regular(file) as stream:
             start = stream.read(64)
-            if is_copy:
-                header: dict[str, Any] = json.loads((start + stream.read())[8:])
-                return {name: entry for name, entry in header.items() if name != "__metadata__"}
     except FileNotFoundError as error:
         raise BadHeader(f"is missing ({error})") from error
     except UnfitFile as error:

@@ -285,7 +285,6 @@ class _Attempt:
         if nodes is not None:
             nodes.config = config
             nodes.checkpoint_bytes = _checkpoint_bytes(spec, inputs)
-            nodes.checkpoint_prefix = checkpoint_prefix(spec.key)
         context = StageContext(
             inputs=inputs,
             output=out,

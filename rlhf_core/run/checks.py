@@ -33,6 +33,7 @@ class CheckedConfig:
     """The versions that the references stand for until the run has finished."""
 
 
+# No argument of the flow, because Prefect calls it, and stores its arguments as JSON.
 _CHECKED: contextvars.ContextVar[CheckedConfig | None] = contextvars.ContextVar(
     "checked_config", default=None
 )

@@ -121,6 +121,7 @@ class Bars:
             TextColumn("{task.fields[numbers]}"),
             console=self._console,
             refresh_per_second=4,
+            # The line of `finished` takes the place of the bars.
             transient=True,
         )
         self._progress.start()

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import Superseded
+from rlhf_core.errors import InputError, Superseded
 from rlhf_core.executors.child import OnEvent, StageProcess, run_child
 from rlhf_core.executors.environment import stage_environment
 from rlhf_core.executors.follow import open_scheduler, run_remote
@@ -125,7 +125,7 @@ def prepare_next(run: PipelineRun, stage: StageName, event: Mapping[str, Any]) -
     try:
         environment = stage_environment(run.config)
         run.next_stage.prepare(following, run.config, environment, run.log_file(following))
-    except Exception as error:  # the running stage does not depend on it
+    except (InputError, OSError) as error:  # the running stage does not depend on it
         log.info("the process of stage %s starts later: %s", following, error)
 
 

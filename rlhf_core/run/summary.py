@@ -70,6 +70,7 @@ def summarize(
 
 
 def _made_in(record: StageRecord) -> float | None:
+    # The attribute counts the work of all attempts. For a stage that ran as a whole, its start counts, too.
     if record.how == "ran":
         return round(record.seconds, 2)
     return float(record.ref.attributes["seconds"]) if "seconds" in record.ref.attributes else None

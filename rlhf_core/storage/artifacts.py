@@ -25,7 +25,7 @@ from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
-from rlhf_core.system.files import exists, header_copy, write_atomic
+from rlhf_core.system.files import exists, write_atomic
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef, artifact_prefix
 
@@ -35,12 +35,6 @@ _CODE_SUFFIXES = {
     ".py", ".pyc", ".pyd", ".so", ".sh", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt",
 }  # fmt: skip
 """Suffixes of programs, and of files that loading can turn into one. They are neither stored nor read."""
-
-
-_FIRST_BYTES = 1 << 18
-"""Enough for the headers of most files of weights."""
-_LARGEST_HEADER = 16 << 20
-"""Larger ones are not copied."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,7 @@ class ArtifactStore:
 
         Raises InputError for files that may run code, Superseded if a later attempt holds the key, and
         StoreError if the store fails. After a StoreError nothing is visible, and the artifact stays in the
-        outbox if there is one.
+        outbox if there is one, and nothing is `stored`.
 
         Args:
             kind: The stage.
@@ -179,6 +173,7 @@ class ArtifactStore:
                 with the same names are copies of them.
         """
         names = {entry.path for entry in stored}
+        # Copies of what is in the store are neither hashed nor uploaded again.
         files = bundles.hash_folder(folder, skip=names.__contains__)
         complete = bundles.merged(files, stored)
         program = _find_program(complete)
@@ -208,9 +203,11 @@ class ArtifactStore:
             if fence is not None:
                 fence.check()
 
-        if self._outbox is not None:
+        # Not with files that other hosts have put into the store: what commits first deletes all others, and
+        # the rest in the outbox could never be an artifact.
+        if self._outbox is not None and not stored:
             # Before the first request to the store, so that the artifact is not lost if the request fails.
-            self._outbox.add(bundle, folder, stored)
+            self._outbox.add(bundle, folder)
             manifest = self._outbox.upload(bundle.prefix, may_commit)
         else:
             may_commit()
@@ -235,7 +232,7 @@ class ArtifactStore:
         Args:
             ref: The artifact.
             weights: Whether the files with weights are needed (`is_weights`). Without, the folder may lack
-                them. It then has copies of their headers, which are not verified (`header_copy`).
+                them.
         """
         identity = (ref.kind, ref.key, ref.digest, weights)
         if identity in self._verified:
@@ -252,8 +249,6 @@ class ArtifactStore:
                 )
                 if not self.is_local:
                     write_atomic(store_file(folder), self._store.url)
-                    if not weights:
-                        self._fetch_headers(manifest, folder)
                 self._verified[identity] = folder, _stamp(folder)
                 return folder
         except CorruptArtifact as error:
@@ -262,26 +257,6 @@ class ArtifactStore:
         raise CorruptArtifact(
             f"The artifact {ref.kind}/{ref.key} {problem}; a run of its configuration makes it again."
         )
-
-    def _fetch_headers(self, manifest: Manifest, folder: Path) -> None:
-        """Write the headers of weights that a copy lacks. One that cannot be a header is left out."""
-        for entry in manifest.files:
-            file = folder / entry.path
-            copy = header_copy(file)
-            # A server refuses to send a part of an empty object.
-            if not is_weights(entry.path) or entry.size < 8 or file.exists() or copy.exists():
-                continue
-            key = f"{manifest.data}/{entry.path}"
-            start = self._store.read_start(key, _FIRST_BYTES)
-            size = 8 + int.from_bytes(start[:8], "little")
-            if size > min(entry.size, _LARGEST_HEADER):
-                continue
-            if size > len(start):
-                start = self._store.read_start(key, size)
-            if len(start) < size:
-                continue
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(copy, start[:size])
 
     def copies(self, refs: Sequence[ArtifactRef]) -> dict[str, int]:
         """Return the bytes of the copy that a host makes of each artifact, by the copy's name in the cache.
@@ -363,10 +338,6 @@ class ArtifactStore:
         """
         prefix = artifact_prefix(kind, key)
         if self._outbox is None or not self._outbox.pending(prefix):
-            return None
-        if self._outbox.has_lost(prefix):
-            log.error("The store has lost a file of the artifact %s/%s; it is made again.", kind, key)
-            self._outbox.discard(prefix)
             return None
         log.info("uploading the artifact %s/%s, which an earlier attempt made", kind, key)
         manifest = self._outbox.upload(prefix, fence.check)

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
 from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.files import existing_parent, header_copy, json_sha256, replacing
+from rlhf_core.system.files import existing_parent, json_sha256, replacing
 from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def commit(
     *,
     may_commit: Callable[[], None],
     files_elsewhere: Sequence[FileEntry] = (),
-    wait_for_uploads: Callable[[], None] = lambda: None,
+    wait_for_uploads: Callable[[], None] | None = None,
 ) -> Manifest | None:
     """Store local files as a bundle; return its manifest, or None if another writer's bundle is there.
 
@@ -198,7 +198,7 @@ def commit(
             written to again.
         may_commit: Called directly before the manifest is written; raises if the bundle must not appear.
         files_elsewhere: Further files of the bundle, which other hosts upload.
-        wait_for_uploads: Returns when these hosts have uploaded them.
+        wait_for_uploads: Returns when these hosts have uploaded them; None if they have.
     """
     # Hosts with a common folder report the same files.
     manifest = replace(bundle, files=merged(files_elsewhere, bundle.files))
@@ -207,21 +207,23 @@ def commit(
     # With the same folder, it was committed before. For example, a kill came before the outbox was emptied.
     if existing is not None:
         return existing if existing.folder == bundle.folder else None
+    is_complete = False
     try:
         upload(store, source, bundle.files, bundle.data)
-        wait_for_uploads()
+        if wait_for_uploads is not None:
+            wait_for_uploads()
         # Look for files that the store has lost before the manifest is created: afterwards it is final.
         missing = find_damage(store, manifest)
         if not missing:
             may_commit()
+            is_complete = True
     except FileNotFoundError as error:
         # For example, another writer deleted the folder while it was filled, see below.
         missing = str(error)
-    except BaseException:
-        _delete_uncommitted(store, manifest)
-        raise
+    finally:
+        if not is_complete:
+            _delete_uncommitted(store, manifest)
     if missing:
-        _delete_uncommitted(store, manifest)
         # The first writer that commits deletes all leftovers, which includes the files of a later attempt
         # that is still uploading.
         if _existing(store, prefix) is not None:
@@ -453,7 +455,6 @@ def _complete(store: Store, manifest: Manifest, target: Path, files: Sequence[Fi
     lacking = [entry for entry, is_intact in zip(files, intact, strict=True) if not is_intact]
     fetch_files(store, manifest.data, lacking, target)
     for entry in files:
-        header_copy(target / entry.path).unlink(missing_ok=True)
         # Another process may have deleted the copy, with the files that it had before.
         if not (target / entry.path).exists():
             raise CorruptArtifact(f"{target / entry.path} is missing.")

@@ -12,7 +12,8 @@
 `newest.json` names the step that was committed last, so that the loss of a manifest is noticed.
 
 On a cluster each host has a part of a checkpoint (`HostParts`): the hosts hash and upload their files at the
-same time, and this process commits one manifest of them all.
+same time, and this process commits one manifest of them all. Such a checkpoint is in no outbox: after a kill,
+the next attempt may run on other hosts, and could not put the parts together.
 """
 
 from __future__ import annotations
@@ -35,28 +36,22 @@ from pydantic import BaseModel
 
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact
-from rlhf_core.pipeline import STAGES
 from rlhf_core.storage import bundles
-from rlhf_core.storage.bundles import MANIFEST, FileEntry, Manifest, digest_of
+from rlhf_core.storage.bundles import MANIFEST, FileEntry, Manifest
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import json_sha256
 from rlhf_core.system.waiting import in_background
-from rlhf_core.types import CHECKPOINTS, artifact_prefix, checkpoint_prefix
+from rlhf_core.types import checkpoint_prefix
 
 log = logging.getLogger(__name__)
 
-_PARTS = "parts"
-"""Entry of a manifest with the digests of the parts of other hosts."""
-_KEPT_SECONDS = 7 * 86_400.0
-"""How long a part is kept that no attempt has asked for."""
 LAST_SECONDS = 10.0
 """How long the end of a stage waits for an upload. The next attempt uploads the rest from the outbox."""
 
 _ANY = re.compile(r"/step-(\d{8,})/")
-_COMMITTED = re.compile(rf"/step-(\d{{8,}})/{re.escape(MANIFEST)}$")
 _NEWEST = "newest.json"
 # Below every step, so that it names no checkpoint as gone. It still shows that there was one: without an
 # intact one, `latest` needs `allow_fresh_start`.
@@ -69,7 +64,7 @@ the threads, which the user sets. `code`, a digest of what can change numbers, i
 
 
 class CheckpointBody(BaseModel):
-    """The entries of a manifest of a checkpoint. Those of earlier releases lack some."""
+    """The entries of a manifest of a checkpoint. Those of earlier releases lack some, and have others."""
 
     step: int
     score: float | None = None
@@ -77,7 +72,6 @@ class CheckpointBody(BaseModel):
     seconds: float = 0.0
     made_with: dict[str, str] = {}
     settings: dict[str, str] = {}
-    parts: list[str] = []
 
 
 class HostParts(Protocol):
@@ -95,43 +89,19 @@ class HostParts(Protocol):
     def bytes_here(self, size: int, unsharded: int | None) -> int:
         """Return how many bytes of a checkpoint the ranks of this host write at most."""
 
-    def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
-        """Start to hash and take the files of `folder` for the folder `name` of the bundle `prefix`. The
-        result waits for the end and returns the files of each host.
+    def add(self, folder: Path, target: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
+        """Start to hash the files of `folder`, which is consumed, for the folder `target` of the store. The
+        result waits for the end and returns the files of each host that has some.
         """
 
-    def pending(self, prefix: str, name: str) -> Sequence[Sequence[FileEntry]]:
-        """Return the files of each host that `add` took and that are not committed."""
-
-    def upload(self, prefix: str, name: str) -> Callable[[], None]:
-        """Start to upload what `add` took. The result waits for the end and raises its error."""
-
-    def discard(self, prefix: str) -> None:
-        """Forget what `add` took."""
+    def upload(self, target: str) -> Callable[[], None]:
+        """Start to upload what `add` took for `target`. The result waits for the end and raises its error."""
 
     def fetch(self, manifest: Manifest, work: Path) -> Callable[[], None]:
         """Start to fetch what the ranks of each host need. The result waits for the end."""
 
     def needed_here(self, manifest: Manifest) -> Callable[[str], bool]:
         """Return whether the ranks of this host need a file."""
-
-
-def discard_old_parts(store: Store, parts: Outbox) -> None:
-    """Delete the parts of checkpoints that no attempt will commit: of stages that are finished, of steps that
-    a committed checkpoint has passed, and those that were left a week ago.
-
-    Args:
-        store: The store that the parts are for.
-        parts: Those of this host, of all stage keys.
-    """
-    for prefix in parts.pending(CHECKPOINTS):
-        _, key, name = prefix.split("/")
-        finished = any(store.exists(f"{artifact_prefix(stage, key)}/{MANIFEST}") for stage in STAGES)
-        committed = [_COMMITTED.search(path) for path in store.list(checkpoint_prefix(key))]
-        newest = max((int(match[1]) for match in committed if match), default=-1)
-        if finished or int(name.rpartition("-")[2]) <= newest or parts.age(prefix) > _KEPT_SECONDS:
-            log.info("the part %s of an earlier attempt is not needed any more", prefix)
-            parts.discard(prefix)
 
 
 class CheckpointStore:
@@ -302,11 +272,11 @@ class CheckpointStore:
             self._may_commit()
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
         prefix = self._prefix(step)
-        wait_for_others = None if self._hosts is None else self._hosts.add(prefix, folder, name)
+        wait_for_others = None if self._hosts is None else self._hosts.add(folder, f"{prefix}/{name}")
         # DeepSpeed adds a script to each of its checkpoints. Programs are never stored in a bucket.
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
         parts = () if wait_for_others is None else wait_for_others()
-        body: dict[str, Any] = {
+        body = {
             "step": step,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "score": score if score is not None and math.isfinite(score) else None,
@@ -315,26 +285,18 @@ class CheckpointStore:
             "made_with": _made_with(),
             "settings": self._settings,
         }
-        if parts:
-            body[_PARTS] = [digest_of(part) for part in parts]
         bundle = Manifest(prefix, name, files, body)
         if self._outbox is None:
-            manifest = bundles.commit(
-                self._store,
-                bundle,
-                folder,
-                may_commit=self._may_commit,
-                files_elsewhere=[entry for part in parts for entry in part],
-                wait_for_uploads=self._upload_parts(prefix, name, parts),
-            )
-            self._committed(step, manifest)
+            self._commit(step, bundle, folder, parts)
+        elif parts:
+            # Aside, because the next checkpoint is written to `folder` while this one is uploaded.
+            aside = folder.rename(folder.with_name(name))
+            self._in_background(step, lambda: self._commit(step, bundle, aside, parts))
         else:
-            # Before `result`, so that an error of the previous upload does not lose this checkpoint.
+            # Before the wait for the previous upload, so that an error of it does not lose this checkpoint.
             self._outbox.add(bundle, folder)
-            if self._background_upload is not None:
-                self._background_upload[1].result()
-            self._background_upload = step, in_background(lambda: self._upload(step))
-        shutil.rmtree(folder)
+            shutil.rmtree(folder)
+            self._in_background(step, lambda: self._upload(step))
         megabytes = sum(entry.size for entry in files) / 1e6
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, self._clock() - started)
 
@@ -359,8 +321,10 @@ class CheckpointStore:
         step, upload = self._background_upload
         wait([upload], seconds)
         if not upload.done():
+            is_kept = self._outbox is not None and self._outbox.manifest(self._prefix(step)) is not None
+            then = "finishes it" if is_kept else "continues from the one before"
             log.warning(
-                "The upload of the checkpoint of step %d is unfinished; the same command finishes it.", step
+                "The upload of the checkpoint of step %d is unfinished; the same command %s.", step, then
             )
         elif upload.exception() is not None:
             log.warning("The checkpoint of step %d was not uploaded: %s", step, upload.exception())
@@ -386,48 +350,39 @@ class CheckpointStore:
             self._upload(step)
 
     def _upload(self, step: int) -> None:
-        """Upload a pending checkpoint, with the parts of the other hosts."""
+        """Upload a pending checkpoint."""
         assert self._outbox is not None
-        prefix = self._prefix(step)
-        pending = self._outbox.manifest(prefix)
-        expected = [] if pending is None else pending.body.get(_PARTS, [])
-        name = "" if pending is None else pending.folder
-        parts: list[Sequence[FileEntry]] = []
-        if expected and self._hosts is not None:
-            found = {digest_of(part): part for part in self._hosts.pending(prefix, name)}
-            parts = [found[digest] for digest in expected if digest in found]
-        if len(parts) < len(expected):
-            log.error(
-                "The checkpoint of step %d cannot be uploaded: %d of the %d other hosts with a part of it are"
-                " gone. An earlier one is used.",
-                step,
-                len(expected) - len(parts),
-                len(expected),
-            )
-            self._outbox.discard(prefix)
-            return
-        manifest = self._outbox.upload(
-            prefix,
-            self._may_commit,
-            files_elsewhere=[entry for part in parts for entry in part],
-            wait_for_uploads=self._upload_parts(prefix, name, parts),
+        self._committed(step, self._outbox.upload(self._prefix(step), self._may_commit))
+
+    def _commit(
+        self, step: int, bundle: Manifest, folder: Path, parts: Sequence[Sequence[FileEntry]]
+    ) -> None:
+        """Commit the files of `folder`, which is consumed, with the parts that other hosts upload."""
+        wait_for_uploads = None
+        if parts:
+            assert self._hosts is not None
+            wait_for_uploads = self._hosts.upload(bundle.data)
+        manifest = bundles.commit(
+            self._store,
+            bundle,
+            folder,
+            may_commit=self._may_commit,
+            files_elsewhere=bundles.merged(*parts),
+            wait_for_uploads=wait_for_uploads,
         )
+        shutil.rmtree(folder)
         self._committed(step, manifest)
 
-    def _upload_parts(
-        self, prefix: str, name: str, parts: Sequence[Sequence[FileEntry]]
-    ) -> Callable[[], None]:
-        """Start the uploads of the other hosts, and return what waits for them."""
-        if self._hosts is None or not parts:
-            return lambda: None
-        return self._hosts.upload(prefix, name)
+    def _in_background(self, step: int, upload: Callable[[], None]) -> None:
+        """Start an upload after the end of the previous one, whose error is raised."""
+        if self._background_upload is not None:
+            self._background_upload[1].result()
+        self._background_upload = step, in_background(upload)
 
     def _committed(self, step: int, manifest: Manifest | None) -> None:
         if manifest is None:
             log.warning("Step %d: the existing one is kept, or this one was damaged on its way.", step)
             return
-        if self._hosts is not None:
-            self._hosts.discard(self._prefix(step))
         self._store.put_bytes(f"{self._root}/{_NEWEST}", _pointer(step))
         self._on_event("checkpoint", step)
         self._prune()
@@ -507,6 +462,7 @@ class CheckpointStore:
         # From all manifests, because a later one can have the score of an older checkpoint.
         scored = [(score, step) for score, step in self._scored(steps, {}) if step in older]
         best = {step for _, step in sorted(scored, reverse=True)[: self._store_settings.keep_best]}
+        # Later files without a manifest may be an upload of this attempt.
         deleted = [s for s in self._steps(committed=False) if s < newest[-1] and s not in best]
         for step in deleted:
             bundles.remove(self._store, self._prefix(step))

@@ -174,6 +174,7 @@ def renewed(fence: Fence, times: LeaseTimes = LeaseTimes()) -> Iterator[None]:
             except StoreError as error:
                 log.warning("The lease of stage %s is not renewed: %s", fence.stage_key, error.message)
 
+    # A daemon: a request that hangs must not keep a finished stage alive.
     thread = threading.Thread(target=renew, name="lease", daemon=True)
     thread.start()
     try:
@@ -269,6 +270,7 @@ def observe(
         else:
             elsewhere[key] = holder
     if elsewhere:
+        # Once for all keys: each holder has the time of three renewals.
         clock.sleep(times.takeover)
     for key, holder in elsewhere.items():
         before = holder.lease

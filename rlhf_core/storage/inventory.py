@@ -228,6 +228,7 @@ def _unfinished(store: Store, key: str) -> Unfinished | None:
     sizes = {
         path.removeprefix(f"{prefix}/"): size
         for path, size in store.sizes(prefix).items()
+        # Claims stay for ever, and are nothing that a stage has left.
         if not path.startswith(f"{prefix}/attempts/")
     }
     steps = sorted({int(match[1]) for match in map(_STEP.match, sizes) if match})

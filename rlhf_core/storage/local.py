@@ -48,10 +48,6 @@ class LocalFiles:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def read_start(self, key: str, size: int) -> bytes:
-        with self._errors("read", key), (self._root / key).open("rb") as file:
-            return file.read(size)
-
     def status(self, key: str) -> ObjectStatus | None:
         with self._errors("read", key):
             try:
@@ -66,6 +62,7 @@ class LocalFiles:
         start = self._root / prefix
         sizes: dict[str, int] = {}
         with self._errors("list", prefix):
+            # As in a bucket, where the object at the prefix itself is listed, too.
             if start.is_file():
                 return {prefix: start.stat().st_size}
             for folder, _, names in os.walk(start, onerror=_raise_unless_missing):

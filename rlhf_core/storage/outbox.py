@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
 from pathlib import Path
 
 from rlhf_core.errors import CorruptArtifact, StoreError
 from rlhf_core.storage import bundles
-from rlhf_core.storage.bundles import MANIFEST, FileEntry, Manifest
+from rlhf_core.storage.bundles import MANIFEST, Manifest
 from rlhf_core.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-_STORED = "stored"
-"""Entry of the manifest of a pending bundle: further files, which are in the store."""
+_OF_SEVERAL_HOSTS = {"parts", "stored"}
+"""Entries of manifests that earlier releases have left in an outbox."""
 
 
 class Outbox:
@@ -37,14 +36,11 @@ class Outbox:
         """Return the outbox in `folder`, or None for a local store, which needs none."""
         return None if store.is_local else cls(store, folder)
 
-    def add(self, bundle: Manifest, source: Path, stored: Sequence[FileEntry] = ()) -> None:
+    def add(self, bundle: Manifest, source: Path) -> None:
         """Write a bundle to the disk, replacing a pending one with this prefix.
 
-        `bundle` and `source` are as in `bundles.commit`. `stored` are further files of the bundle, which are
-        in the store already.
+        The arguments are as in `bundles.commit`.
         """
-        if stored:
-            bundle = replace(bundle, body={**bundle.body, _STORED: [asdict(entry) for entry in stored]})
         # `commit` keeps a bundle that is there already.
         self.discard(bundle.prefix)
         bundles.commit(self._pending, bundle, source, may_commit=lambda: None)
@@ -64,44 +60,22 @@ class Outbox:
         except CorruptArtifact:
             return None
 
-    def upload_files(self, prefix: str) -> None:
-        """Upload the files of the pending bundle, which is a part of one that another host commits."""
-        found = self._verified(prefix)
-        if found is not None:
-            manifest, source = found
-            bundles.upload(self._store, source, manifest.files, manifest.data)
-
-    def upload(
-        self,
-        prefix: str,
-        may_commit: Callable[[], None],
-        files_elsewhere: Sequence[FileEntry] = (),
-        wait_for_uploads: Callable[[], None] = lambda: None,
-    ) -> Manifest | None:
+    def upload(self, prefix: str, may_commit: Callable[[], None]) -> Manifest | None:
         """Upload the bundle `prefix`; return None if none is pending or the store has another one there.
 
         Raises StoreError if the store fails. The bundle then stays pending, and the message names its folder.
 
         Args:
             prefix: Key of the bundle.
-            may_commit, files_elsewhere, wait_for_uploads: See `bundles.commit`.
+            may_commit: See `bundles.commit`.
         """
         found = self._verified(prefix)
         if found is None:
             return None
         manifest, source = found
-        body = {name: value for name, value in manifest.body.items() if name != _STORED}
-        bundle = replace(manifest, body=body)
         try:
             may_commit()  # also before the upload, which would be useless for a superseded attempt
-            committed = bundles.commit(
-                self._store,
-                bundle,
-                source,
-                may_commit=may_commit,
-                files_elsewhere=(*files_elsewhere, *_stored(manifest)),
-                wait_for_uploads=wait_for_uploads,
-            )
+            committed = bundles.commit(self._store, manifest, source, may_commit=may_commit)
         except StoreError as error:
             raise StoreError(
                 f"{error.message} It is kept in {source}; the same command uploads it from there."
@@ -110,16 +84,6 @@ class Outbox:
         self.discard(prefix)
         return committed
 
-    def has_lost(self, prefix: str) -> bool:
-        """Return whether the store lacks a file of the pending bundle that it had, so that the bundle can
-        never be complete.
-        """
-        manifest = self.manifest(prefix)
-        stored = () if manifest is None else _stored(manifest)
-        if manifest is None or not stored:
-            return False
-        return any(self._store.size(f"{manifest.data}/{entry.path}") != entry.size for entry in stored)
-
     def _verified(self, prefix: str) -> tuple[Manifest, Path] | None:
         """Return the pending bundle with the folder of its files; None if there is none.
 
@@ -127,6 +91,8 @@ class Outbox:
         """
         try:
             manifest = bundles.read(self._pending, prefix)
+            if manifest is not None and not _OF_SEVERAL_HOSTS.isdisjoint(manifest.body):
+                raise CorruptArtifact(f"{prefix} is of an earlier release, and lacks files of other hosts.")
             # The outbox is a local store, from which nothing is copied to the cache.
             return None if manifest is None else (manifest, bundles.fetch(self._pending, manifest, Path()))
         except CorruptArtifact as error:
@@ -151,7 +117,3 @@ class Outbox:
     def discard(self, prefix: str) -> None:
         """Delete the pending bundle at `prefix`."""
         bundles.remove(self._pending, prefix)
-
-
-def _stored(manifest: Manifest) -> tuple[FileEntry, ...]:
-    return tuple(FileEntry(**entry) for entry in manifest.body.get(_STORED, ()))

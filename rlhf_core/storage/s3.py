@@ -179,25 +179,16 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
 
         async def small(self, path: str) -> bytes:
             """Return the content of an object of at most `limits.small_bytes`."""
-            content = await self._read(path, limits.small_bytes)
-            if len(content) > limits.small_bytes:
-                raise _TooMuch(
-                    f"it sends more than {limits.small_bytes} bytes for an object that must be small"
-                )
-            return content
-
-        async def start(self, path: str, size: int) -> bytes:
-            """Return the first `size` bytes of an object, also from a server that sends all of it."""
-            return (await self._read(path, size, Range=f"bytes=0-{size - 1}"))[:size]
-
-        async def _read(self, path: str, most: int, **request: Any) -> bytes:
-            """Read until the end of an object, or until there are more than `most` bytes."""
             bucket, key, _ = self.split_path(path)
-            body = (await self._call_s3("get_object", Bucket=bucket, Key=key, **request))["Body"]
+            body = (await self._call_s3("get_object", Bucket=bucket, Key=key))["Body"]
             content = bytearray()
             try:
-                while len(content) <= most and (part := await body.read(2**16)):
+                while part := await body.read(2**16):
                     content += part
+                    if len(content) > limits.small_bytes:
+                        raise _TooMuch(
+                            f"it sends more than {limits.small_bytes} bytes for an object that must be small"
+                        )
             finally:
                 body.close()
             return bytes(content)
@@ -310,6 +301,7 @@ class S3Objects:
 
     def get_file(self, key: str, target: Path, size: int | None = None) -> None:
         with replacing(target) as temporary:
+            # Not `_within`: the time limit of a download follows from its announced size, see `_get_file`.
             self._call("read", key, lambda: self._fs.get_file(self._path(key), str(temporary), limit=size))
 
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -335,12 +327,6 @@ class S3Objects:
         except FileNotFoundError:
             return None
         return content
-
-    def read_start(self, key: str, size: int) -> bytes:
-        start: bytes = self._call(
-            "read", key, lambda: self._within(lambda: self._fs.start(self._path(key), size), size)
-        )
-        return start
 
     def status(self, key: str) -> ObjectStatus | None:
         try:

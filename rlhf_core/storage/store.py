@@ -24,6 +24,7 @@ from rlhf_core.storage.s3 import S3_LIMITS, S3Limits, S3Objects, s3_endpoint
 from rlhf_core.system.files import TEMPORARY
 
 _CHECK_SECONDS = 2.0
+"""Short, because a person waits for the check before a run."""
 # S3 allows 1024 bytes for a key together with the prefix of the store, file systems 255 for one name.
 _MAX_KEY_BYTES, _MAX_NAME_BYTES = 900, 255
 
@@ -113,12 +114,6 @@ class Store:
     def read_bytes(self, key: str) -> bytes | None:
         """Return the content of a small object; None if it does not exist."""
         return self._backend.read_bytes(check_key(key))
-
-    def read_start(self, key: str, size: int) -> bytes:
-        """Return the first `size` bytes of an object, or all of a shorter one. Raises FileNotFoundError if it
-        does not exist.
-        """
-        return self._backend.read_start(check_key(key), size)
 
     def size(self, key: str) -> int | None:
         """Return the bytes of the object at `key`; None if it does not exist."""

@@ -50,11 +50,6 @@ class UnfitFile(OSError):
     """
 
 
-def header_copy(weights: Path) -> Path:
-    """Return the hidden file with the header of a safetensors file that is not on this host."""
-    return weights.with_name(f".{weights.name}.header")
-
-
 def open_regular(path: Path | str, limit: int | None = None) -> BinaryIO:
     """Open `path` for reading bytes. This function never waits.
 
@@ -234,7 +229,7 @@ def _temporary_name(path: Path) -> Iterator[Path]:
 
 
 def _write_new(path: Path, data: bytes, *, sync: bool = False, private: bool = False) -> None:
-    """Create `path` with `data`. Raises FileExistsError if it exists; after other errors it does not."""
+    """Create `path` with `data`. Raises FileExistsError if it exists; after another OSError it does not."""
     # The mode is set at the creation: a file that is restricted later can be opened before.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     try:
@@ -242,7 +237,7 @@ def _write_new(path: Path, data: bytes, *, sync: bool = False, private: bool = F
             file.write(data)
         if sync:
             fsync(path)
-    except BaseException:
+    except OSError:
         path.unlink(missing_ok=True)
         raise
 

@@ -11,7 +11,6 @@ home/
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
 ├── cache/                   local copies of remote artifacts
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
-├── parts/                   parts of checkpoints that a driver on another host commits
 ├── spool/                   metrics that MLflow has not received
 ├── store/                   artifacts and checkpoints, if no other store is configured
 ├── mlflow.db, mlartifacts/  the tracker, if no other is configured
@@ -55,7 +54,7 @@ def default_home() -> str:
     return os.environ.get(HOME_OF_RUNS) or ".rlhf"
 
 
-_MAY_BE_LINKS = ("work", "journal", "cache", "outbox", "parts")
+_MAY_BE_LINKS = ("work", "journal", "cache", "outbox")
 """Folders in `run.home` that may be links to another disk."""
 
 
@@ -113,8 +112,6 @@ class Home:
         """The store, if no other is configured."""
         self.cache = path / "cache"
         self.outbox = path / "outbox"
-        self.parts = path / "parts"
-        """Outbox of this host as an agent. A driver on this host must not take a part for a checkpoint."""
         self.spool = path / "spool"
 
         self.mlflow_database = path / "mlflow.db"

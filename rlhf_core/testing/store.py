@@ -28,7 +28,6 @@ Operation = Literal[
     "put_bytes",
     "put_if_absent",
     "read_bytes",
-    "read_start",
     "size",
     "sizes",
     "folders",
@@ -117,11 +116,6 @@ class ScriptedStore(Store):
     def read_bytes(self, key: str) -> bytes | None:
         self._reach("read_bytes", key)
         return super().read_bytes(key)
-
-    @override
-    def read_start(self, key: str, size: int) -> bytes:
-        self._reach("read_start", key)
-        return super().read_start(key, size)
 
     @override
     def size(self, key: str) -> int | None:

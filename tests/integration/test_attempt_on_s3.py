@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -164,7 +163,8 @@ def test_a_job_fetches_what_its_stage_reads_of_a_base_model(
         (context.output / "numbers.json").write_text("{}")
         return StageResult({})
 
-    run_attempt(StageSpec.from_json(json.loads(json.dumps(spec.to_json()))), Events(None), function=function)
+    spec.write(tmp_path / "spec.json")
+    run_attempt(StageSpec.read(tmp_path / "spec.json"), Events(None), function=function)
     [own] = found
     assert own.relative_to(tmp_path / "home" / "cache") == Path(path).relative_to(tmp_path / "flow" / "cache")
     assert (own / "config.json").exists() and (own / "model.safetensors").exists() == has_weights

@@ -109,11 +109,8 @@ def test_a_stored_object_is_listed_read_and_deleted(store: Store, tmp_path: Path
     store.get_file("a/b/x", tmp_path / "sub" / "back")
     assert (tmp_path / "sub" / "back").read_bytes() == b"hello"
     assert store.read_bytes("a/q") is None
-    assert (store.read_start("a/b/x", 2), store.read_start("a/b/x", 9)) == (b"he", b"hello")
     with pytest.raises(FileNotFoundError):
         store.get_file("a/q", tmp_path / "q")
-    with pytest.raises(FileNotFoundError):
-        store.read_start("a/q", 1)
     store.delete(["a/b/x", "a/nothing"])
     assert store.list("a") == ["a/späße"]
     store.delete_prefix("a")

@@ -108,8 +108,8 @@ class Elsewhere(NodeAgent):
         super().prepare(self.there(folder), size)
 
     @override
-    def add(self, prefix: str, folder: Path, name: str) -> tuple[FileEntry, ...]:
-        return super().add(prefix, self.there(folder), name)
+    def add(self, folder: Path, target: str) -> tuple[FileEntry, ...]:
+        return super().add(self.there(folder), target)
 
     @override
     def fetch(self, manifest: Manifest, work: Path, needed: frozenset[str]) -> None:

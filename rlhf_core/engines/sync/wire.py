@@ -235,8 +235,8 @@ def folder_checksums(folder: Path) -> dict[str, str]:
 def are_interchangeable(one: Path, other: Path) -> bool:
     """Return whether an engine of the model in `one` can get the weights of the model in `other`.
 
-    Their configurations must be equal, and so must names, types and shapes of their tensors. Weights that are
-    quantized in the files are never replaced.
+    Their configurations must be equal, and so must names, types and shapes of their tensors, which this host
+    must have. Weights that are quantized in the files are never replaced.
     """
     folders = [ModelFolder(one), ModelFolder(other)]
     if not all(folder.has_config for folder in folders):

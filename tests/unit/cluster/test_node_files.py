@@ -2,15 +2,12 @@
 
 - a host needs space for what its ranks write of a checkpoint, and not for all of it
 - before a stage fetches its inputs, each host with too little space for them and for its part of a checkpoint
-  is named, with what is needed for what; before that, old parts are deleted, and those that this stage will
-  upload are not counted
+  is named, with what is needed for what
 - a rank's own files are fetched only where that rank runs, all files if another number of ranks continues
 - hosts hash and upload their parts at the same time, and one manifest commits them all; without one part
   nothing is committed
-- a part that was not uploaded is uploaded by the next attempt; if its host is gone, the checkpoint before it
-  is used
-- a part on a host that runs the driver later is not taken for a checkpoint
-- an agent deletes parts of finished stages, of steps that were passed, and old ones
+- parts for a bucket are uploaded while the next step is trained; if that fails, the next save says so, and
+  the next attempt continues from the checkpoint before
 - hosts share a folder only if its mark is of the same attempt; what a killed attempt has left is deleted
 - a base model that a host has verified is not read again
 """
@@ -19,6 +16,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -36,9 +34,9 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.held_folders import held
-from rlhf_core.system.home import Home
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
@@ -137,18 +135,12 @@ class OneOtherHost:
     def bytes_here(self, size: int, unsharded: int | None) -> int:
         return size // 2
 
-    def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
-        part = self.agent.add(prefix, self.there(folder), name)
+    def add(self, folder: Path, target: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
+        part = self.agent.add(self.there(folder), target)
         return lambda: [part]
 
-    def pending(self, prefix: str, name: str) -> Sequence[Sequence[FileEntry]]:
-        return [part for part in [self.agent.pending(prefix, name)] if part]
-
-    def upload(self, prefix: str, name: str) -> Callable[[], None]:
-        return lambda: self.agent.upload(prefix, name)
-
-    def discard(self, prefix: str) -> None:
-        self.agent.discard(prefix)
+    def upload(self, target: str) -> Callable[[], None]:
+        return lambda: self.agent.upload(target)
 
     def fetch(self, manifest: Manifest, work: Path) -> Callable[[], None]:
         return lambda: self.agent.fetch(manifest, self.there(work), frozenset({"rank1", "latest"}))
@@ -210,9 +202,9 @@ def test_one_manifest_commits_the_parts_of_all_hosts(tmp_path: Path, store: Stor
 class WritesLate(OneOtherHost):
     """While this host hashes its part, the driver's host gets one file before it hashes, and one after."""
 
-    def add(self, prefix: str, folder: Path, name: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
+    def add(self, folder: Path, target: str) -> Callable[[], Sequence[Sequence[FileEntry]]]:
         (folder / "before").write_text("seen")
-        wait = super().add(prefix, folder, name)
+        wait = super().add(folder, target)
 
         def write_and_wait() -> Sequence[Sequence[FileEntry]]:
             (folder / "after").write_text("not seen")
@@ -233,89 +225,42 @@ def test_hosts_hash_their_parts_at_the_same_time(tmp_path: Path, store: Store) -
 def test_part_that_cannot_be_uploaded_prevents_the_commit(tmp_path: Path) -> None:
     store = bucket(tmp_path)
     first = Attempt(tmp_path, store)
-    first.other.connect(bucket(tmp_path, is_down=True))
-    first.save(3)
-    with pytest.raises(StoreError, match="does not answer"):
-        first.save(4)
-    assert bundles.read(store, "checkpoints/k/step-00000003") is None
-    latest = Attempt(tmp_path, store).checkpoints.latest()
-    assert latest is not None and latest[0] == 4, "both steps were pending on both hosts"
-
-
-def test_checkpoint_with_a_part_on_a_host_that_is_gone_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = bucket(tmp_path)
-    first = Attempt(tmp_path, store)
     first.save(3)
     first.checkpoints.finish()
     first.other.connect(bucket(tmp_path, is_down=True))
     first.save(4)
-    first.checkpoints.finish()
-    shutil.rmtree(tmp_path / "two")
+    with pytest.raises(StoreError, match="does not answer"):
+        first.save(5)
+    assert bundles.read(store, "checkpoints/k/step-00000004") is None
     latest = Attempt(tmp_path, store).checkpoints.latest()
     assert latest is not None and latest[0] == 3
-    assert "1 of the 1 other hosts with a part of it are gone" in caplog.text
+    assert sorted(path.name for path in latest[1].iterdir()) == ["latest", "rank0"]
 
 
-def test_part_of_a_host_that_becomes_the_driver_is_not_a_checkpoint(tmp_path: Path) -> None:
-    store = bucket(tmp_path)
-    first = Attempt(tmp_path, store, kept=1)
-    first.save(2)
-    first.checkpoints.finish()
-    first.other.connect(bucket(tmp_path, is_down=True))
-    first.save(3)
-    first.checkpoints.finish()
-    # The host "one" with its part is gone; the same command runs on "two".
-    outbox = Outbox(store, Home.of(tmp_path / "two" / "home").outbox)
-    work = tmp_path / "two" / "checkpoints"
-    second = CheckpointStore(store, "k", work, keep(1), claim(store, "k"), outbox=outbox)
-    latest = second.latest()
-    assert latest is not None and latest[0] == 2
-    assert sorted(path.name for path in latest[1].iterdir()) == ["latest", "rank0", "rank1"]
-
-
-def test_parts_that_are_not_needed_any_more_are_deleted(tmp_path: Path) -> None:
-    store = bucket(tmp_path)
-    agent = OneOtherHost(tmp_path / "two", store).agent
-    parts = Outbox(store, Home.of(tmp_path / "two" / "home").parts)
-
-    def leave(key: str, step: int) -> str:
-        part = tmp_path / "part"
-        part.mkdir()
-        (part / "rank1").write_text("a part")
-        prefix = f"checkpoints/{key}/step-{step:08d}"
-        agent.add(prefix, part, "000001-a")
-        return prefix
-
-    finished = leave("finished", 4)
-    store.put_bytes("artifacts/sft/finished/manifest.json", b"{}")
-    passed, next_one = leave("passed", 4), leave("passed", 6)
-    store.put_bytes("checkpoints/passed/step-00000005/manifest.json", b"{}")
-    store.put_bytes("checkpoints/passed/step-00000007/000001-a/rank0", b"not committed")
-    young, old = leave("young", 1), leave("old", 1)
-    manifest = tmp_path / "two" / "home" / "parts" / old / "manifest.json"
-    a_week_ago = manifest.stat().st_mtime - 8 * 86_400
-    os.utime(manifest, (a_week_ago, a_week_ago))
-    assert set(parts.pending("checkpoints")) == {finished, passed, next_one, young, old}
-    agent.discard_old_parts()
-    assert set(parts.pending("checkpoints")) == {next_one, young}
-    assert not (tmp_path / "two" / "home" / "parts" / finished).exists()
-
-
-def test_parts_that_cannot_be_looked_up_stay_and_end_no_stage(
+def test_the_next_step_is_written_while_the_parts_are_uploaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = bucket(tmp_path, is_down=True)
-    agent = OneOtherHost(tmp_path / "two", store).agent
-    parts = Outbox(store, Home.of(tmp_path / "two" / "home").parts)
-    (tmp_path / "part").mkdir()
-    (tmp_path / "part" / "rank1").write_text("a part")
-    agent.add("checkpoints/k/step-00000001", tmp_path / "part", "000001-a")
-    agent.discard_old_parts()
-    assert parts.pending("checkpoints") == ["checkpoints/k/step-00000001"]
-    assert "The bucket does not answer." in caplog.text
-    assert parts.age("checkpoints/k/step-00000009") == 0, "another process has removed it"
+    store = ScriptedStore(tmp_path / "bucket", remote=True)
+    first = Attempt(tmp_path, store)
+    go = threading.Event()
+    store.before("put_file", lambda: go.wait(10), lasting=True)
+    first.save(3)
+    assert not (tmp_path / "one" / "state").exists()
+    assert bundles.read(store, "checkpoints/k/step-00000003") is None
+    second = threading.Thread(target=lambda: first.save(4))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive(), "at most one upload at a time"
+    first.checkpoints.finish(0.05)
+    assert "step 3 is unfinished; the same command continues from the one before." in caplog.text
+    go.set()
+    second.join()
+    first.checkpoints.finish()
+    for step in (3, 4):
+        manifest = bundles.read(store, f"checkpoints/k/step-{step:08d}")
+        assert manifest is not None
+        assert store.read_bytes(f"{manifest.data}/rank1") == f"step {step} of rank 1".encode()
+    assert not list(tmp_path.rglob("one/000001-*")) + list(tmp_path.rglob("two/**/000001-*"))
 
 
 def test_what_killed_attempts_at_other_stages_have_left_is_deleted(tmp_path: Path) -> None:
@@ -373,8 +318,7 @@ def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
         "run.home: 1 of the 2 hosts of the stage have too little space:\n"
         f"two (10.0.0.1): run.home={tmp_path}/home: 1000 MB free, at least 1250 are needed:"
         " 1000 for its part of a checkpoint, 50 for the inputs of the stage, 200 for logs and other files\n"
-        f"free some there, or set run.home; {tmp_path}/home/parts may have parts of checkpoints of other"
-        " stages that were not uploaded"
+        "free some there, or set run.home"
     )
     with (
         on_machine(ScriptedMachine(disk=Disk(10**10, 799_000_000))),
@@ -390,32 +334,6 @@ def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
             pytest.raises(CorruptArtifact, match="data/k is gone"),
         ):
             nodes.join(ranks)
-
-
-def test_parts_of_earlier_attempts_take_no_space_from_a_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    store, config = bucket(tmp_path), PipelineConfig.model_validate({"run": {"home": str(tmp_path / "home")}})
-    agent = Elsewhere(tmp_path / "two", config, tmp_path / "attempts" / "1", store)
-    parts = Outbox(store, agent.there(tmp_path / "home") / "parts")
-    for key in ("finished", "k", "other"):
-        part = tmp_path / "part"
-        agent.there(part).mkdir(parents=True)
-        (agent.there(part) / "rank1").write_bytes(bytes(1_000_000))
-        agent.add(f"checkpoints/{key}/step-00000003", part, "000001-a")
-    store.put_bytes("artifacts/sft/finished/manifest.json", b"{}")
-    nodes = two_nodes(tmp_path, agent)
-    nodes.checkpoint_bytes, nodes.checkpoint_prefix = (300_000_000, 0), "checkpoints/k"
-    ranks = {"1": {}, "2": {"": {0}}}
-    try:
-        with on_machine(ScriptedMachine(disk=Disk(10**10, 498_500_000))), pytest.raises(ConfigError):
-            nodes.join(ranks)
-        assert [prefix.split("/")[1] for prefix in parts.pending("checkpoints")] == ["k", "other"]
-        with on_machine(ScriptedMachine(disk=Disk(10**10, 499_500_000))):
-            nodes.join(ranks)  # with the part of "k", 500.5 MB
-    finally:
-        agent.close()
 
 
 def test_the_base_model_of_another_host_must_have_the_files_of_the_driver(tmp_path: Path) -> None:

@@ -44,15 +44,13 @@ class Agent:
         self._fail()
         return Started(self.host, "machine", self._node_id)
 
-    def space(self, _copies: object, _checkpoints: str) -> Space:
+    def space(self, _copies: object) -> Space:
         return Space(10**12, 0)
 
     def fetch_artifacts(self, _refs: object) -> list[Path]:
         return []
 
-    def discard_old_parts(self) -> None: ...
-
-    def discard(self, _prefix: str) -> None:
+    def upload(self, _target: str) -> None:
         self._fail()
 
     def report(self) -> Any:
@@ -142,9 +140,9 @@ def test_an_error_of_an_agent_names_its_host(
 ) -> None:
     agents[1].error = WorkerDied("a process died: The actor died.")
     with pytest.raises(WorkerDied, match=r"^host host-3: a process died: The actor died\.$"):
-        nodes.discard("checkpoints/k/step-00000001")
+        nodes.upload("checkpoints/k/step-00000001/a")()
     with pytest.raises(WorkerDied, match=r"^host host-3 \(10\.0\.0\.1\): a process died"):
         cluster_nodes(agents, tmp_path).join({"1": {}, "3": {}})
     agents[1].error = StoreError("host host-3, upload: denied")
     with pytest.raises(StoreError, match=r"^host host-3, upload: denied$"):
-        nodes.discard("checkpoints/k/step-00000001")
+        nodes.upload("checkpoints/k/step-00000001/a")()

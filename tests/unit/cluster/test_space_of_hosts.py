@@ -1,7 +1,6 @@
 """The free space of a host, and what its message says.
 
-- pending parts count as free space, also if another process deletes one of their files meanwhile
-- copies of artifacts that the stage does not read are named with their size, and are not deleted
+- a file that another process deletes meanwhile is not counted
 - copies on another disk than the scratch files are compared with that disk
 """
 
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.cluster.disk_space import Space, space_of, space_problem
+from rlhf_core.cluster.disk_space import Space, bytes_below, space_of, space_problem
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 
@@ -24,46 +23,27 @@ def fill(file: Path, size: int) -> Path:
     return file
 
 
-def test_a_pending_file_that_disappears_is_not_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(tmp_path / "parts" / "rank0" / "kept", 100)
-    gone = fill(tmp_path / "parts" / "rank0" / "gone", 1000)
+def test_a_file_that_disappears_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path / "rank0" / "kept", 100)
+    gone = fill(tmp_path / "rank0" / "gone", 1000)
     stat = Path.stat
 
-    def uploaded_meanwhile(path: Path, **more: Any) -> os.stat_result:
+    def deleted_meanwhile(path: Path, **more: Any) -> os.stat_result:
         if path == gone:
             gone.unlink(missing_ok=True)
         return stat(path, **more)
 
-    monkeypatch.setattr(Path, "stat", uploaded_meanwhile)
-    with on_machine(ScriptedMachine(disk=Disk(10**10, 5000))):
-        assert space_of(tmp_path, {}, tmp_path / "parts") == Space(5100, 0, 0)
-        assert space_of(tmp_path, {}, tmp_path / "nothing").free == 5000
+    monkeypatch.setattr(Path, "stat", deleted_meanwhile)
+    assert bytes_below(tmp_path) == 100
 
 
 def test_copies_may_be_on_another_disk(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to("/proc/self/ns")
     with on_machine(ScriptedMachine(disk=Disk(10**12, 300_000_000))):
-        space = space_of(tmp_path, {"data-k-1": 300_000}, tmp_path / "parts")
-    assert space == Space(300_000_000, 300_000, 0, 300_000_000)
-    # Copies that are deleted would not help.
-    assert space_problem("/home", Space(0, 10**9, 10**9, 10**9)).endswith("200 for logs and other files")
-    assert not space_problem("/home", Space(10**9, 10**9, 0, 10**9), 8 * 10**8)
-    assert space_problem("/home", Space(10**9, 2 * 10**9, 0, 10**9)) == (
+        space = space_of(tmp_path, {"data-k-1": 300_000})
+    assert space == Space(300_000_000, 300_000, 300_000_000)
+    assert space_problem("/home", Space(0, 10**9, 10**9)).endswith("200 for logs and other files")
+    assert not space_problem("/home", Space(10**9, 10**9, 10**9), 8 * 10**8)
+    assert space_problem("/home", Space(10**9, 2 * 10**9, 10**9)) == (
         "run.home=/home: 1000 MB free in cache, at least 2000 are needed for the inputs of the stage"
     )
-
-
-def test_copies_that_the_stage_does_not_read_are_named(tmp_path: Path) -> None:
-    fill(tmp_path / "cache" / "sft-k-1" / "model" / "weights", 3_000_000)
-    fill(tmp_path / "cache" / "data-k-1" / "rows", 1_000_000)
-    with on_machine(ScriptedMachine(disk=Disk(10**10, 1_000_000))):
-        space = space_of(tmp_path, {"data-k-1": 1_000_000, "reward-k-1": 7_000_000})
-    assert space == Space(1_000_000, 7_000_000, 3_000_000)
-    assert space_problem("/home", space).endswith(
-        "; /home/cache has 3 MB of copies of artifacts that this stage does not read: delete them if no other"
-        " run or server on this host uses them"
-    )
-    assert "cache" not in space_problem("/home", Space(0, 0))
-    assert (tmp_path / "cache" / "sft-k-1" / "model" / "weights").exists()

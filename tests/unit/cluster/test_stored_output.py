@@ -5,8 +5,7 @@
 - the driver's digest of the weights is that of the files, which it does not have
 - processes of the stage that read them afterwards get them from the store, also on the driver's host
 - if the other host cannot upload it, the attempt ends with the error of the store
-- a driver that cannot commit keeps the rest in its outbox, and the next attempt commits; if the store has
-  lost the weights in the meantime, the stage makes them again
+- if the driver cannot commit, the next attempt makes the output again, and its commit deletes the first one
 - a stage that fails leaves nothing in the store, also of an upload that failed or whose host was lost
 """
 
@@ -181,33 +180,18 @@ def test_output_that_cannot_be_uploaded_stays_on_its_host(
     hosts.agent.close()
 
 
-def refused(hosts: TwoHosts) -> None:
-    """The driver cannot reach the store when it commits."""
+def test_an_output_that_the_driver_cannot_commit_is_made_again(hosts: TwoHosts) -> None:
     hosts.gather()
     backend_of(hosts.here).is_down = True
     with pytest.raises(StoreError, match="does not answer"):
         hosts.publish()
     backend_of(hosts.here).is_down = False
-    assert bundles.read(hosts.here, "artifacts/ppo/k") is None
-
-
-def test_next_attempt_commits_what_the_driver_could_not(tmp_path: Path, hosts: TwoHosts) -> None:
-    refused(hosts)
-    ref = hosts.artifacts.upload_pending("ppo", "k", claim(hosts.here, "k"))
-    store, alone = on_one_host(tmp_path / "one-host")
-    assert ref is not None and ref.digest == alone.digest
-    assert set(manifest_of(hosts.here).body) == set(manifest_of(store).body)
-    assert not hosts.outbox.pending("artifacts")
-
-
-def test_weights_that_the_store_has_lost_are_made_again(
-    hosts: TwoHosts, caplog: pytest.LogCaptureFixture
-) -> None:
-    refused(hosts)
-    hosts.here.delete_prefix("artifacts/ppo/k/000001/adapter")
-    assert hosts.artifacts.upload_pending("ppo", "k", claim(hosts.here, "k")) is None
-    assert "The store has lost a file of the artifact ppo/k" in caplog.text
-    assert not hosts.outbox.pending("artifacts")
+    fence = claim(hosts.here, "k")
+    assert hosts.artifacts.find("ppo", "k") is None
+    assert hosts.artifacts.upload_pending("ppo", "k", fence) is None
+    write(hosts.out)
+    hosts.artifacts.publish("ppo", "k", hosts.out, Provenance(), fence)
+    assert {key.split("/")[3] for key in hosts.here.list("artifacts/ppo/k")} == {"000002", "manifest.json"}
 
 
 def test_failed_stage_leaves_no_weights(hosts: TwoHosts) -> None:

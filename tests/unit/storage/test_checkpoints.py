@@ -266,7 +266,7 @@ def test_damaged_checkpoint_is_marked_and_the_one_before_used(
     "change",
     [
         {"seconds": None}, {"seconds": "x"}, {"known_scores": []}, {"known_scores": {"1": None}},
-        {"settings": "x"}, {"made_with": ["python"]}, {"step": "2"}, {"parts": {}},
+        {"settings": "x"}, {"made_with": ["python"]}, {"step": "2"},
     ],
 )  # fmt: skip
 def test_a_checkpoint_with_a_wrong_entry_in_its_manifest_is_damaged(

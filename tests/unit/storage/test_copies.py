@@ -2,7 +2,6 @@
 
 - a copy that another process deletes while files are added to it is complete when it is returned
 - a file has its name only with its content, so a damaged one is replaced as a whole
-- a header of weights is copied completely or not at all, and empty weights have none
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.errors import CorruptArtifact, StoreError
+from rlhf_core.errors import CorruptArtifact
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import Manifest
-from rlhf_core.system.files import header_copy
 from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef, artifact_prefix
 
 KEY = "0123456789abcdef"
-HEADER = (300_000).to_bytes(8, "little") + b"h" * 300_000
-FILES = {"config.json": b"{}", "model.safetensors": HEADER + b"w" * 50, "no.safetensors": b""}
+FILES = {"config.json": b"{}", "model.safetensors": b"w" * 50, "no.safetensors": b""}
 
 
 @pytest.fixture
@@ -84,23 +81,3 @@ def test_a_file_has_its_name_only_with_its_content(
     with pytest.raises(CorruptArtifact, match=r"store/artifacts/.*config\.json does not have the sha256"):
         bundles.fetch(store, manifest, tmp_path / "cache")
     assert not (tmp_path / "cache" / manifest.copy_name / "config.json").exists()
-
-
-def test_a_header_that_arrives_in_part_is_copied_by_the_next_fetch(
-    store: ScriptedStore, ref: ArtifactRef, manifest: Manifest, tmp_path: Path
-) -> None:
-    stored = tmp_path / "store" / manifest.data / "model.safetensors"
-    store.before("read_start", lambda: stored.write_bytes(HEADER[:1000]), call=2)
-    weights = ArtifactStore(store, tmp_path / "cache").fetch(ref, weights=False) / "model.safetensors"
-    assert not header_copy(weights).exists()
-    stored.write_bytes(FILES["model.safetensors"])
-    ArtifactStore(store, tmp_path / "cache").fetch(ref, weights=False)
-    assert header_copy(weights).read_bytes() == HEADER
-    assert not weights.exists()
-
-
-def test_no_header_of_empty_weights_is_read(store: ScriptedStore, ref: ArtifactRef, tmp_path: Path) -> None:
-    """A server answers 416 to a request for a part of an empty object."""
-    store.before("read_start", StoreError("416"), key="no.safetensors")
-    folder = ArtifactStore(store, tmp_path / "cache").fetch(ref, weights=False)
-    assert not header_copy(folder / "no.safetensors").exists()

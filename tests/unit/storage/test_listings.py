@@ -1,7 +1,7 @@
 """A listing is no proof that an object is missing.
 
 - whatever a listing lacks is asked for by its key before it counts as missing: files of artifacts, claims,
-  checkpoints, files of a pending upload, artifacts that others descend from
+  checkpoints, artifacts that others descend from
 - a folder that cannot be listed (ESTALE, EIO, EACCES) is an error of the store, and no damage
 - a process that only reads artifacts marks none as damaged, and says what to do
 """
@@ -19,11 +19,9 @@ from typing_extensions import override
 
 from rlhf_core.errors import CorruptArtifact, StoreError, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, parse_artifact_address
-from rlhf_core.storage.bundles import FileEntry, Manifest, hash_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import acquire, observe
 from rlhf_core.storage.inventory import ArtifactName, add_unlisted, read_inventory
-from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
@@ -166,22 +164,6 @@ def test_the_best_checkpoint_stays_if_a_listing_lacks_its_manifest(
     saver.save(3, output(tmp_path / "state-3", "3"), score=0.0)
     store.hidden = "$^"
     assert "step-00000001" in (saver.best() or "")
-
-
-def test_a_pending_upload_is_kept_if_a_listing_lacks_its_stored_files(
-    store: LateListings, tmp_path: Path
-) -> None:
-    folder = output(tmp_path / "out")
-    files = hash_folder(folder)
-    prefix = f"artifacts/ppo/{KEY}"
-    store.put_bytes(f"{prefix}/000001/shard.safetensors", b"12")
-    outbox = Outbox(store, tmp_path / "outbox")
-    stored = [FileEntry("shard.safetensors", 2, "0" * 64)]
-    outbox.add(Manifest(prefix, "000001", files, {}), folder, stored)
-    store.hidden = "shard"
-    assert not outbox.has_lost(prefix)
-    store.delete([f"{prefix}/000001/shard.safetensors"])
-    assert outbox.has_lost(prefix)
 
 
 def test_what_an_unlisted_artifact_descends_from_is_in_the_inventory(
