@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.arguments import add_command, add_config
+from rlhf_cli.app import add_command, add_config
 from rlhf_core.errors import InputError
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlhf_cli.arguments import add_command, add_config, add_endpoint, add_home
+from rlhf_cli.app import add_command, add_config, add_endpoint, add_home
 from rlhf_cli.champions import add_champion_commands
 from rlhf_cli.init import add_init_commands
 from rlhf_cli.prune import add_prune_command

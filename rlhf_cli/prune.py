@@ -7,7 +7,7 @@ import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.arguments import add_command
+from rlhf_cli.app import add_command
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.arguments import add_command, add_endpoint, add_home
+from rlhf_cli.app import add_command, add_endpoint, add_home
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 

@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlhf_cli.arguments import add_command, add_config
+from rlhf_cli.app import add_command, add_config
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import EXIT_VOTES
 from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound

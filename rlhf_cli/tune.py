@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.arguments import add_command, add_config
+from rlhf_cli.app import add_command, add_config
 
 if TYPE_CHECKING:
     from rich.table import Table
