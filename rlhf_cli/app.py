@@ -1,49 +1,53 @@
-"""Commands and arguments of the parser that several modules add."""
+"""The application of the command line: its groups of commands, and the parameters that several of them have.
+
+A command is a function with the decorator `@app.command(group=...)` that returns the exit code. Its signature
+is the parser, and its docstring is the help.
+"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated
 
+from cyclopts import App, Group, Parameter
 
-def add_command(
-    commands: Any, name: str, text: str, command: Callable[[argparse.Namespace], int], example: str
-) -> argparse.ArgumentParser:
-    """Add a command to the parser, and return the parser of its arguments.
+import rlhf_core
 
-    Args:
-        commands: The commands of the parser.
-        name: Name of the command.
-        text: What it does, for the help.
-        command: Function that runs it and returns the exit code.
-        example: A whole command line, for the help.
-    """
-    description = text[0].upper() + text[1:] + "."
-    sub: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=description, epilog=f"example: {example}"
-    )
-    sub.set_defaults(command=command)
-    return sub
+BEFORE = Group.create_ordered("Before a run")
+RUNS = Group.create_ordered("Runs")
+REGISTRY = Group.create_ordered("Registered policies")
+SERVERS = Group.create_ordered("Servers")
 
+app = App(
+    name="rlhf",
+    help="End-to-end RLHF: raw data to a registered, evaluated policy.",
+    help_epilogue="rlhf COMMAND --help shows the arguments of a command, with an example.",
+    help_format="plaintext",
+    version=lambda: rlhf_core.__version__,
+    group_commands=Group.create_ordered("Options"),
+    default_parameter=Parameter(negative=(), show_default=lambda value: value if value else None),
+    suppress_keyboard_interrupt=False,
+)
+app["--help"].help = "Show this text."
+app["--version"].help = "Show the version."
+app.register_install_completion_command(help="Complete commands and options with TAB in this shell.")
 
-def add_config(sub: argparse.ArgumentParser, override: str) -> None:
-    """Add the configuration file and its overrides, with `override` as the example."""
-    sub.add_argument("config", metavar="CONFIG", help="YAML file; deployments/configs/ has examples")
-    sub.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=[],  # without it, argparse names them as required if CONFIG is missing
-        help=f"fields to override, such as {override}",
-    )
+HOME = ".rlhf"
+"""Default of `--home`."""
 
-
-def add_home(sub: argparse.ArgumentParser, purpose: str) -> None:
-    """Add the option `--home`. `purpose` says what the command uses the folder for."""
-    sub.add_argument("--home", default=".rlhf", help=f"{purpose} (default: %(default)s)")
-
-
-def add_endpoint(sub: argparse.ArgumentParser) -> None:
-    """Add the option `--endpoint`, the server of a store with an address `s3://`."""
-    sub.add_argument("--endpoint", help="of an S3-compatible store, such as http://127.0.0.1:9000")
+Config = Annotated[str, Parameter(help="YAML file; rlhf configs lists those that come with the package.")]
+Overrides = Annotated[
+    str, Parameter(metavar="KEY=VALUE", help="Fields of CONFIG to override, such as ppo.steps=50.")
+]
+HomeFolder = Annotated[
+    str,
+    Parameter(
+        name="--home", metavar="FOLDER", help="Folder of the runs, as run.home of their configuration."
+    ),
+]
+Endpoint = Annotated[
+    str | None,
+    Parameter(
+        metavar="URL",
+        help="Server of a store with an address s3://, if it is not AWS: such as http://127.0.0.1:9000.",
+    ),
+]

@@ -107,7 +107,9 @@ def test_unknown_names_and_folders_are_input_errors(
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: --home: there is no database of MLflow at {tmp_path}/mlflow.db")
+    assert error.startswith(
+        f"error: no registered models yet (--home): there is no database of MLflow at {tmp_path}/mlflow.db"
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
     error = capsys.readouterr().err

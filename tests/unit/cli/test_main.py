@@ -1,6 +1,7 @@
 """Behaviours of the command line:
 
-- help is fast and imports nothing heavy; every command has an example
+- help is fast and imports nothing heavy; every command has an example, and `rlhf` alone prints the help
+- a misspelled command or option gets a suggestion
 - invalid input ends with exit code 2 and one message, an unreachable store with 3, without a traceback and
   before Prefect is imported
 - overrides may be before and after options; an argument that is not an override is refused
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import rlhf_core
 from rlhf_cli import main as cli
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.system.machine import Disk
@@ -58,10 +60,38 @@ def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop_:
-        cli.main([command, "--help"])
-    assert stop_.value.code == 0
-    assert f"example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
+    assert cli.main([command, "--help"]) == 0
+    assert f"Example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_has_the_commands_in_groups(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    words = ("Before a run", "init", "Runs", "run", "Registered policies", "champions", "Servers", "up")
+    places = [out.index(f" {word} ") for word in words]
+    assert places == sorted(places)
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == rlhf_core.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        (["rnu", DEMO], '"run"'),
+        (["run", DEMO, "--unitl", "sft"], "--until"),
+        (["run", DEMO, "--until", "rewrd"], '"reward"'),
+    ],
+)
+def test_misspelled_command_or_option_gets_a_suggestion(
+    arguments: list[str], suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and suggestion in error
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
@@ -113,18 +143,19 @@ def test_unreachable_store_ends_with_code_3_and_one_message(
 
 
 def test_overrides_are_accepted_anywhere_after_the_config() -> None:
-    arguments = cli._parse(["run", "a.yaml", "x.y=1", "--until", "sft", "z=[1, 2]"])
-    assert arguments.overrides == ["x.y=1", "z=[1, 2]"]
-    assert arguments.until == "sft"
+    given = ["run", "a.yaml", "x.y=1", "--until", "sft", "z=[1, 2]"]
+    assert cli.app.parse_args(given)[1].arguments == {
+        "config": "a.yaml",
+        "overrides": ("x.y=1", "z=[1, 2]"),
+        "until": "sft",
+    }
 
 
 @pytest.mark.parametrize("extra", [["nonsense"], ["--nosuch"], ["--nosuch=1"]])
 def test_argument_that_is_not_an_override_is_refused(
     extra: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop_:
-        cli.main(["run", "a.yaml", "--until", "sft", *extra])
-    assert stop_.value.code == 2
+    assert cli.main(["run", DEMO, "--until", "sft", *extra]) == 2
     assert extra[0] in capsys.readouterr().err
 
 
@@ -187,9 +218,8 @@ def test_folder_that_may_not_be_written_has_a_status_and_servers_that_are_stoppe
 def test_a_missing_configuration_is_the_only_argument_that_is_required(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["run"])
-    assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
+    assert cli.main(["run"]) == 2
+    assert capsys.readouterr().err == 'error: Command "run" parameter CONFIG requires an argument.\n'
 
 
 def test_ctrl_c_during_the_imports_of_a_command_prints_one_line() -> None:
