@@ -19,8 +19,8 @@ SERVERS = Group.create_ordered("Servers")
 
 app = App(
     name="rlhf",
-    help="End-to-end RLHF: raw data to a registered, evaluated policy.",
-    help_epilogue="rlhf COMMAND --help shows the arguments of a command, with an example.",
+    help="End-to-end RLHF: raw data to a registered, evaluated policy.\n\n"
+    "rlhf COMMAND --help has the arguments of a command and an example.",
     help_format="plaintext",
     version=lambda: rlhf_core.__version__,
     group_commands=Group.create_ordered("Options"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from datetime import UTC, datetime
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,21 +31,30 @@ HUB = "hub:"
 
 
 @app.command(group=REGISTRY)
-def _champions(name: str | None = None, /, *, home: HomeFolder = HOME) -> int:
+def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: bool = False) -> int:
     """Show champions of registered models, and their history.
 
     Example: rlhf champions demo-policy
 
     Args:
         name: Registered model (default: all).
+        json: Print the champions and their histories as JSON.
     """
     from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import champions, registered_models
 
     mlflow = open_registry(home)
     names = [name] if name else registered_models(mlflow)
+    if json:
+        found = {}
+        for each in names:
+            champion, moves = champions(mlflow, each)
+            history = [asdict(move) for move in moves]
+            found[each] = {"champion": champion and champion.version, "history": history}
+        print(dumps(found))
+        return 0
     if not names:
-        print("MLflow has no registered model yet; a run makes one in its stage register")
+        print("no registered models yet; a run makes one in its stage register")
     for name in names:
         champion, moves = champions(mlflow, name)
         text = f"champion is version {champion.version}" if champion else "no champion"

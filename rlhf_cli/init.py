@@ -1,7 +1,8 @@
-"""`rlhf init` and `rlhf data`: from files to a configuration, and what is made of its rows."""
+"""`rlhf configs`, `rlhf init` and `rlhf data`: configurations to start with, and what is made of rows."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,8 +10,27 @@ from cyclopts import Parameter
 
 from rlhf_cli.app import BEFORE, Config, Overrides, app
 from rlhf_core.errors import InputError
+from rlhf_core.system.shipped import CONFIGS
 
 File = Annotated[str | None, Parameter(metavar="FILE")]
+
+
+@app.command(group=BEFORE)
+def _configs(name: Annotated[str | None, Parameter(choices=tuple(CONFIGS))] = None, /) -> int:
+    """List the configurations that come with the package, or print one.
+
+    Example: rlhf configs demo > my.yaml
+
+    Args:
+        name: The one to print.
+    """
+    if name is not None:
+        print(CONFIGS[name].read_text(encoding="utf-8"), end="")
+        return 0
+    for each, file in CONFIGS.items():
+        first = re.split(r"\.\s", file.read_text(encoding="utf-8"))[0]  # the first sentence of its comment
+        print(f"{each:<16}  {' '.join(first.replace('#', ' ').split())}")
+    return 0
 
 
 @app.command(group=BEFORE)

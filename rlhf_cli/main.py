@@ -1,5 +1,4 @@
-"""The command line: `rlhf run`, `rounds`, `plan`, `tune`, `serve-reward`, `champions`, `rollback`, `promote`,
-`serve`, `chat`, `publish`, `review`, `prune`, `up`, `down`, `status`.
+"""The command line. `rlhf --help` lists the commands.
 
 Slow imports are inside the commands, so that errors of the configuration are reported before them.
 
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlhf_cli.main")  # not __name__, which is __main__ for `python -m rlhf_cli.main`
 
-_CODE = "return_int_as_exit_code_else_zero"
-"""The result of a command is the exit code; of `--help` and `--version` it is 0."""
-
 CONTINUE = "type the same command again to continue from there"
 
 
@@ -62,7 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     _prepare_streams()
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
-    return exit_code(lambda: app(argv, result_action=_CODE, exit_on_error=False, print_error=False))
+    return exit_code(
+        lambda: app(
+            argv,
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_int_as_exit_code_else_zero",  # `--help` returns None
+        )
+    )
 
 
 def exit_code(command: Callable[[], int]) -> int:

@@ -161,6 +161,8 @@ def test_rlhf_commands_parse(page: str) -> None:
         if any(word.startswith("[") or word == "..." for word in words):
             # a synopsis such as `rlhf plan CONFIG [--json]`
             words = words[: next(i for i, word in enumerate(words) if word.startswith("[") or word == "...")]
+        if ">" in words:
+            words = words[: words.index(">")]
         if len(words) == 2 and words[1] in NEED_ARGUMENTS:
             continue  # the name of the command
         _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)

@@ -2,6 +2,7 @@
 
 - help is fast and imports nothing heavy; every command has an example, and `rlhf` alone prints the help
 - a misspelled command or option gets a suggestion
+- configurations of the package are listed and copied; a copy works in another folder
 - invalid input ends with exit code 2 and one message, an unreachable store with 3, without a traceback and
   before Prefect is imported
 - overrides may be before and after options; an argument that is not an override is refused
@@ -21,11 +22,13 @@ import pytest
 
 import rlhf_core
 from rlhf_cli import main as cli
+from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.users import as_unprivileged_user
 
+ROOT = Path(__file__).resolve().parents[3]
 DEMO = "deployments/configs/demo.yaml"
 HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")
 
@@ -35,30 +38,15 @@ def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
     script = (
         "import sys\nfrom rlhf_cli.main import main\ncode = 1\n"
         "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
-        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\nsys.exit(code)"
+        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\n"
+        "print('pydantic:', 'pydantic' in sys.modules)\nsys.exit(code)"
     )
     return subprocess.run(
         [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run",
-        "plan",
-        "serve-reward",
-        "champions",
-        "rollback",
-        "promote",
-        "serve",
-        "publish",
-        "prune",
-        "up",
-        "down",
-        "status",
-    ],
-)
+@pytest.mark.parametrize("command", [name for name in cli.app if not name.startswith("-")])
 def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     assert f"Example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
@@ -71,6 +59,25 @@ def test_help_has_the_commands_in_groups(arguments: list[str], capsys: pytest.Ca
     words = ("Before a run", "init", "Runs", "run", "Registered policies", "champions", "Servers", "up")
     places = [out.index(f" {word} ") for word in words]
     assert places == sorted(places)
+
+
+def test_configurations_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [file.stem for file in Path("deployments/configs").glob("*.yaml")]
+    assert [line.split()[0] for line in lines] == sorted(names)
+    assert lines[1].split(maxsplit=1)[1].startswith("The demo: a tiny Llama from scratch on a generated task")
+
+
+def test_copy_of_a_configuration_works_in_another_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["configs", "production"]) == 0
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(capsys.readouterr().out)
+    config = load_config("my.yaml", [])
+    assert config.data.chat_template is not None
+    assert Path(config.data.chat_template).samefile(ROOT / "deployments/configs/hh-chat.jinja")
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +106,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     done = rlhf("--help")
     assert done.returncode == 0
     assert "heavy: []" in done.stdout
+    assert "pydantic: False" in done.stdout  # the classes of the configuration take most of the time
     assert os.times().children_user - began < 5  # well under 1 s; other programs do not change it
 
 
