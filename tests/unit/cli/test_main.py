@@ -56,7 +56,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
 def test_help_has_the_commands_in_groups(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
-    words = ("Before a run", "init", "Runs", "run", "Registered policies", "champions", "Servers", "up")
+    words = ("Before a run", "init", "Runs", "rounds", "Registered policies", "champions", "Servers", "up")
     places = [out.index(f" {word} ") for word in words]
     assert places == sorted(places)
 
