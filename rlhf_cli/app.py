@@ -36,7 +36,7 @@ HOME = ".rlhf"
 
 Config = Annotated[str, Parameter(help="YAML file; rlhf configs lists those that come with the package.")]
 Overrides = Annotated[
-    str, Parameter(metavar="KEY=VALUE", help="Fields of CONFIG to override, such as ppo.steps=50.")
+    str, Parameter(help="Fields of CONFIG to override, each as KEY=VALUE, such as ppo.steps=50.")
 ]
 HomeFolder = Annotated[
     str,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Policy = Annotated[
     str,
     Parameter(
-        metavar="NAME[@VERSION]", help="Registered model; and a version or an alias, if not the champion."
+        help="NAME of a registered model, or NAME@VERSION with a number or an alias (default: champion)."
     ),
 ]
 Reason = Annotated[str, Parameter(metavar="TEXT", help="Why; it is kept in the history.")]
@@ -140,6 +140,7 @@ def _serve(
 
     Args:
         host: Address to listen on. Others than loopback need VLLM_API_KEY.
+        port: Port to listen on.
         vllm: All that follows goes to vLLM, such as --vllm --max-model-len 2048.
     """
     from rlhf_core.ops.serve import serve_command, serve_environment, tokenizer_alone
@@ -159,7 +160,7 @@ def _serve(
 @app.command(group=REGISTRY)
 def _publish(
     policy: Policy,
-    target: Annotated[str, Parameter(metavar="FOLDER|hub:OWNER/NAME")],
+    target: str,
     /,
     *,
     replace: bool = False,
@@ -173,7 +174,7 @@ def _publish(
     Example: rlhf publish demo-policy published/demo
 
     Args:
-        target: A new or empty folder; or a repository of the hub, which is made private if it is new.
+        target: A new or empty folder; or hub:OWNER/NAME, a repository that is made private if it is new.
         replace: Delete the files that a repository has.
     """
     from rlhf_core.ops.publish.publish import publish, publish_to_hub
@@ -195,7 +196,7 @@ def _publish(
 
 @app.command(group=REGISTRY)
 def _chat(
-    policy: Annotated[str, Parameter(metavar="NAME[@VERSION]")],
+    policy: str,
     /,
     *,
     port: int = 8000,
@@ -206,7 +207,7 @@ def _chat(
     Example: rlhf chat demo-policy --port 8000
 
     Args:
-        policy: Name of the served model.
+        policy: NAME or NAME@VERSION, as rlhf serve got it.
         port: Port of rlhf serve on this machine.
         url: Another OpenAI-compatible server, such as https://models.example/v1.
     """

@@ -75,7 +75,8 @@ def exit_code(command: Callable[[], int]) -> int:
         sys.stdout.flush()  # report a closed pipe here if a reader such as `head` has ended
         return code
     except CycloptsError as error:
-        _print_error(f"error: {error}")
+        line = " ".join(("rlhf", *(error.command_chain or ())))
+        _print_error(f"error: {error}\n{line} --help has what it takes")
         return InputError.exit_code
     except InputError as error:
         _print_error(f"error: {error.message}")
@@ -228,7 +229,7 @@ def _raise_broken_pipe() -> NoReturn:
 
 @app.command(group=SERVERS)
 def _serve_reward(
-    artifact: Annotated[str, Parameter(metavar="ARTIFACT|FOLDER")],
+    artifact: str,
     /,
     *,
     host: str = "127.0.0.1",

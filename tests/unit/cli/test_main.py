@@ -227,7 +227,9 @@ def test_a_missing_configuration_is_the_only_argument_that_is_required(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["run"]) == 2
-    assert capsys.readouterr().err == 'error: Command "run" parameter CONFIG requires an argument.\n'
+    problem, advice = capsys.readouterr().err.splitlines()
+    assert problem == 'error: Command "run" parameter CONFIG requires an argument.'
+    assert advice == "rlhf run --help has what it takes"
 
 
 def test_ctrl_c_during_the_imports_of_a_command_prints_one_line() -> None:
