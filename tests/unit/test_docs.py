@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_cli.main import app
+import rlhf_cli.main  # noqa: F401 it adds the commands
+from rlhf_cli.app import app
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.testing import reward_input, run_reward

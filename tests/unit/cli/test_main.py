@@ -22,6 +22,7 @@ import pytest
 
 import rlhf_core
 from rlhf_cli import main as cli
+from rlhf_cli.app import app
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.system.machine import Disk
@@ -46,7 +47,7 @@ def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", [name for name in cli.app if not name.startswith("-")])
+@pytest.mark.parametrize("command", [name for name in app if not name.startswith("-")])
 def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([command, "--help"]) == 0
     assert f"Example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
@@ -152,7 +153,7 @@ def test_unreachable_store_ends_with_code_3_and_one_message(
 
 def test_overrides_are_accepted_anywhere_after_the_config() -> None:
     given = ["run", "a.yaml", "x.y=1", "--until", "sft", "z=[1, 2]"]
-    assert cli.app.parse_args(given)[1].arguments == {
+    assert app.parse_args(given)[1].arguments == {
         "config": "a.yaml",
         "overrides": ("x.y=1", "z=[1, 2]"),
         "until": "sft",
