@@ -20,10 +20,10 @@ export UV_LINK_MODE ?= copy
 # Every stage is a new process. Without bytecode files, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-run run test test-unit test-integration test-all test-slow lint format bench bench-training chaos audit up down status lock clean help
+.PHONY: setup run test test-unit test-integration test-all test-slow lint format bench bench-training chaos audit up down status lock clean help
 
 help:
-	@echo "make setup | run | test | lint | bench     (also: setup-run, up, down, status, test-all, test-unit, test-slow, bench-training, chaos, audit, format, lock, clean)"
+	@echo "make setup | run | test | lint | bench     (also: up, down, status, test-all, test-unit, test-slow, bench-training, chaos, audit, format, lock, clean)"
 
 setup: $(STAMP)
 
@@ -34,13 +34,6 @@ $(STAMP): $(LOCK) requirements/bootstrap.txt pyproject.toml
 	$(BIN)/uv pip sync --quiet --python $(BIN)/python --require-hashes $(LOCK) requirements/bootstrap.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --offline -e .
 	@touch $(STAMP)
-
-# What a run needs, without the packages of development: for machines that only run. Then use .venv/bin/rlhf, because
-# the targets of make install the others.
-setup-run:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bootstrap.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints $(LOCK) --overrides requirements/override.txt -e ".[cpu]"
 
 run: setup
 	$(BIN)/rlhf run $(CONFIG) $(ARGS)
