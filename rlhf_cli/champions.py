@@ -2,110 +2,59 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from dataclasses import asdict
 from datetime import UTC, datetime
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from rlhf_cli.arguments import add_command, add_endpoint, add_home
+from cyclopts import Parameter
+
+from rlhf_cli.app import HOME, REGISTRY, Endpoint, HomeFolder, app
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_core.tracking.champion_log import Move
 
+Policy = Annotated[
+    str,
+    Parameter(
+        help="NAME of a registered model, or NAME@VERSION with a number or an alias (default: champion)."
+    ),
+]
+Reason = Annotated[str, Parameter(metavar="TEXT", help="Why; it is kept in the history.")]
+
 HUB = "hub:"
 """Prefix of a repository of the Hugging Face hub, as in the addresses of models."""
 
 
-def add_champion_commands(commands: Any) -> None:
-    """Add the commands to the parser."""
-    text = "show the champion of a registered model and the history of champions"
-    sub = add_command(commands, "champions", text, _champions, "rlhf champions demo-policy")
-    sub.add_argument("name", metavar="NAME", nargs="?", help="registered model (default: all)")
-    _add_registry(sub)
+@app.command(group=REGISTRY)
+def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: bool = False) -> int:
+    """Show champions of registered models, and their history.
 
-    text = "take the champion back: revoke it, and make an earlier version champion"
-    example = 'rlhf rollback demo-policy --reason "it refuses harmless questions"'
-    sub = add_command(commands, "rollback", text, _rollback, example)
-    sub.add_argument("name", metavar="NAME", help="registered model")
-    sub.add_argument(
-        "--to", metavar="VERSION", help="or `none` (default: the last champion that is not revoked)"
-    )
-    _add_reason(sub)
-    _add_registry(sub)
+    Example: rlhf champions demo-policy
 
-    text = "make a version champion by the decision of a person"
-    example = 'rlhf promote demo-policy 4 --reason "first champion under the new judge"'
-    sub = add_command(commands, "promote", text, _promote, example)
-    sub.add_argument("name", metavar="NAME", help="registered model")
-    sub.add_argument("version", metavar="VERSION", help="number of the version")
-    _add_reason(sub)
-    _add_registry(sub)
-
-    text = "serve a registered policy with vLLM's OpenAI-compatible server"
-    sub = add_command(commands, "serve", text, _serve, "rlhf serve demo-policy@champion --port 8000")
-    _add_policy(sub)
-    sub.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="others than loopback need VLLM_API_KEY (default: %(default)s)",
-    )
-    sub.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    sub.add_argument(
-        "--vllm",
-        metavar="ARGUMENTS",
-        nargs=argparse.REMAINDER,
-        default=[],
-        help="what follows goes to vLLM, such as --vllm --max-model-len 2048",
-    )
-
-    text = "talk to a policy that `rlhf serve` serves"
-    sub = add_command(commands, "chat", text, _chat, "rlhf chat demo-policy --port 8000")
-    sub.add_argument("policy", metavar="NAME[@VERSION]", help="name of the served model")
-    sub.add_argument("--port", type=int, default=8000, help="of `rlhf serve` (default: %(default)s)")
-    sub.add_argument("--url", help="of another OpenAI-compatible server, such as https://models.example/v1")
-
-    text = "copy a registered policy to a folder or to the Hugging Face hub, with a model card"
-    sub = add_command(commands, "publish", text, _publish, "rlhf publish demo-policy published/demo")
-    _add_policy(sub)
-    sub.add_argument(
-        "target",
-        metavar="DIR|hub:OWNER/NAME",
-        help="folder that does not exist or is empty; or a repository, which is made private if it is new",
-    )
-    sub.add_argument(
-        "--replace",
-        action="store_true",
-        help="delete the files that a repository has",
-    )
-
-
-def _add_policy(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "policy", metavar="NAME[@VERSION]", help="registered model, and a version or an alias; the champion"
-    )
-    add_endpoint(sub)
-    _add_registry(sub)
-
-
-def _add_reason(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--reason", required=True, metavar="TEXT", help="why; kept in the history")
-
-
-def _add_registry(sub: argparse.ArgumentParser) -> None:
-    add_home(sub, "folder with the database of MLflow; MLFLOW_TRACKING_URI overrides it")
-
-
-def _champions(arguments: argparse.Namespace) -> int:
+    Args:
+        name: Registered model (default: all).
+        json: Print the champions and their histories as JSON.
+    """
     from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import champions, registered_models
 
-    mlflow = open_registry(arguments.home)
-    names = [arguments.name] if arguments.name else registered_models(mlflow)
+    mlflow = open_registry(home)
+    names = [name] if name else registered_models(mlflow)
+    if json:
+        found = {}
+        for each in names:
+            champion, moves = champions(mlflow, each)
+            history = [asdict(move) for move in moves]
+            found[each] = {"champion": champion and champion.version, "history": history}
+        print(dumps(found))
+        return 0
     if not names:
-        print("MLflow has no registered model yet; a run makes one in its stage register")
+        print("no registered models yet; a run makes one in its stage register")
     for name in names:
         champion, moves = champions(mlflow, name)
         text = f"champion is version {champion.version}" if champion else "no champion"
@@ -118,76 +67,157 @@ def _champions(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rollback(arguments: argparse.Namespace) -> int:
+@app.command(group=REGISTRY)
+def _rollback(
+    name: str,
+    /,
+    *,
+    to: Annotated[str | None, Parameter(metavar="VERSION")] = None,
+    reason: Reason,
+    home: HomeFolder = HOME,
+) -> int:
+    """Take the champion back, and make an earlier version champion.
+
+    The version that is taken back never becomes champion again by itself.
+
+    Example: rlhf rollback demo-policy --reason "it refuses harmless questions"
+
+    Args:
+        name: Registered model.
+        to: The earlier version, or none for no champion (default: the last champion that was not taken back).
+    """
     from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import rollback
 
-    move, changed = rollback(open_registry(arguments.home), arguments.name, arguments.reason, arguments.to)
+    move, changed = rollback(open_registry(home), name, reason, to)
     text = describe(move)
     if not changed:
         text = (
             f"nothing changed: this rollback was made at {_utc(move)} UTC; to go back further use --to or"
             " another reason"
         )
-    print(printable(f"{arguments.name}: {text}"))
+    print(printable(f"{name}: {text}"))
     return 0
 
 
-def _promote(arguments: argparse.Namespace) -> int:
+@app.command(group=REGISTRY)
+def _promote(name: str, version: str, /, *, reason: Reason, home: HomeFolder = HOME) -> int:
+    """Make a version champion by the decision of a person.
+
+    Example: rlhf promote demo-policy 4 --reason "first champion under the new judge"
+
+    Args:
+        name: Registered model.
+        version: Number of the version.
+    """
     from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import promote
 
-    move, changed = promote(
-        open_registry(arguments.home), arguments.name, arguments.version, arguments.reason
-    )
+    move, changed = promote(open_registry(home), name, version, reason)
     text = describe(move)
     if not changed:
         text = f"nothing changed: version {move.version} is the champion since {_utc(move)} UTC"
-    print(printable(f"{arguments.name}: {text}"))
+    print(printable(f"{name}: {text}"))
     return 0
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+@app.command(group=REGISTRY)
+def _serve(
+    policy: Policy,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    endpoint: Endpoint = None,
+    home: HomeFolder = HOME,
+    vllm: Annotated[
+        tuple[str, ...], Parameter(metavar="OPTION", consume_multiple=True, allow_leading_hyphen=True)
+    ] = (),
+) -> int:
+    """Serve a policy with vLLM's OpenAI-compatible server.
+
+    Example: rlhf serve demo-policy@champion --port 8000
+
+    Args:
+        host: Address to listen on. Others than loopback need VLLM_API_KEY.
+        port: Port to listen on.
+        vllm: All that follows goes to vLLM, such as --vllm --max-model-len 2048.
+    """
     from rlhf_core.ops.serve import serve_command, serve_environment, tokenizer_alone
     from rlhf_core.run.registered_policies import open_policy
     from rlhf_core.system.serving import bind
 
     # vLLM binds the address again, after it has imported its packages.
-    bind(arguments.host, arguments.port).close()
-    policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    more = ["--tokenizer", str(tokenizer_alone(policy, arguments.home)), *arguments.vllm]
-    command = serve_command(policy, arguments.host, arguments.port, more)
-    print(printable(f"serving {policy.name}@{policy.version.version}, weights {policy.weights}"), flush=True)
+    bind(host, port).close()
+    opened = open_policy(policy, home, endpoint)
+    more = ["--tokenizer", str(tokenizer_alone(opened, home)), *vllm]
+    command = serve_command(opened, host, port, more)
+    print(printable(f"serving {opened.name}@{opened.version.version}, weights {opened.weights}"), flush=True)
     # The server replaces this process, so signals reach it and its exit code is that of the command.
     os.execve(command[0], command, serve_environment())
 
 
-def _publish(arguments: argparse.Namespace) -> int:
+@app.command(group=REGISTRY)
+def _publish(
+    policy: Policy,
+    target: str,
+    /,
+    *,
+    replace: bool = False,
+    endpoint: Endpoint = None,
+    home: HomeFolder = HOME,
+) -> int:
+    """Copy a policy to a folder or to the Hugging Face hub.
+
+    A model card with its evaluation is written beside it.
+
+    Example: rlhf publish demo-policy published/demo
+
+    Args:
+        target: A new or empty folder; or hub:OWNER/NAME, a repository that is made private if it is new.
+        replace: Delete the files that a repository has.
+    """
     from rlhf_core.ops.publish.publish import publish, publish_to_hub
     from rlhf_core.run.registered_policies import open_policy
 
-    policy = open_policy(arguments.policy, arguments.home, arguments.endpoint)
-    if arguments.target.startswith(HUB):
-        repository = arguments.target.removeprefix(HUB)
-        written, private = publish_to_hub(policy, repository, replace=arguments.replace)
+    opened = open_policy(policy, home, endpoint)
+    if target.startswith(HUB):
+        repository = target.removeprefix(HUB)
+        written, private = publish_to_hub(opened, repository, replace=replace)
         if private is not None:
             written += f" ({'private' if private else 'public: everybody can read it'})"
-    elif arguments.replace:
+    elif replace:
         raise InputError("--replace: is for hub:OWNER/NAME; got a folder; leave it out")
     else:
-        written = str(publish(policy, Path(arguments.target)))
-    print(printable(f"{policy.name}@{policy.version.version}, weights {policy.weights}: {written}"))
+        written = str(publish(opened, Path(target)))
+    print(printable(f"{opened.name}@{opened.version.version}, weights {opened.weights}: {written}"))
     return 0
 
 
-def _chat(arguments: argparse.Namespace) -> int:
+@app.command(group=REGISTRY)
+def _chat(
+    policy: str,
+    /,
+    *,
+    port: int = 8000,
+    url: str | None = None,
+) -> int:
+    """Talk to a policy that rlhf serve serves.
+
+    Example: rlhf chat demo-policy --port 8000
+
+    Args:
+        policy: NAME or NAME@VERSION, as rlhf serve got it.
+        port: Port of rlhf serve on this machine.
+        url: Another OpenAI-compatible server, such as https://models.example/v1.
+    """
     from rlhf_cli.chat import chat
     from rlhf_core.system.serving import API_KEY
 
-    if arguments.url:
-        chat(arguments.url, arguments.policy, os.environ.get("OPENAI_API_KEY"))
+    if url:
+        chat(url, policy, os.environ.get("OPENAI_API_KEY"))
     else:
-        chat(f"http://127.0.0.1:{arguments.port}/v1", arguments.policy, os.environ.get(API_KEY))
+        chat(f"http://127.0.0.1:{port}/v1", policy, os.environ.get(API_KEY))
     return 0
 
 

@@ -1,62 +1,76 @@
-"""`rlhf init`, `rlhf data` and `rlhf schema`: from files to a configuration, what is made of its rows, and
-its fields for editors.
+"""`rlhf configs`, `rlhf init`, `rlhf data` and `rlhf schema`: configurations to start with, what is made of
+rows, and the fields for editors.
 """
 
 from __future__ import annotations
 
-import argparse
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-from rlhf_cli.arguments import add_command, add_config
+from cyclopts import Parameter
+
+from rlhf_cli.app import BEFORE, Config, Overrides, RunHome, app, with_home
 from rlhf_core.errors import InputError
+from rlhf_core.system.shipped import CONFIGS
+
+File = Annotated[str | None, Parameter(metavar="FILE")]
 
 
-def add_init_commands(commands: Any) -> None:
-    """Add `rlhf init`, `rlhf data` and `rlhf schema` to the parser."""
-    text = "write a configuration for your own files and model, and show what is made of the rows"
-    sub = add_command(
-        commands, "init", text, _init, "rlhf init --model Qwen/Qwen2.5-0.5B --pairs pairs.jsonl"
-    )
-    add = sub.add_argument
-    add("--model", required=True, help="a Hugging Face id or a folder")
-    add("--sft", metavar="FILE", help="demonstrations: text, messages, or prompt and completion")
-    add("--pairs", metavar="FILE", help="prompt, chosen and rejected")
-    add("--prompts", metavar="FILE", help="prompts; with a field `answer`, right answers are rewarded")
-    add(
-        "--goal",
-        choices=("ppo", "grpo", "dpo"),
-        default="ppo",
-        help="how the policy is trained (default: %(default)s)",
-    )
-    add(
-        "--out",
-        metavar="CONFIG",
-        default="my.yaml",
-        help="the file to write; the name of the run is its name (default: %(default)s)",
-    )
-    text = "show what the stage `data` makes of the first rows: formats, what is left out, lengths, a sample"
-    sub = add_command(commands, "data", text, _data, "rlhf data my.yaml --rows 200")
-    add_config(sub, "data.eval_fraction=0.05")
-    sub.add_argument("--rows", type=int, default=1000, help="rows of each source (default: %(default)s)")
-    text = "print the JSON Schema of configurations, for completion and checks in editors"
-    add_command(commands, "schema", text, _schema, "rlhf schema > rlhf.schema.json")
+@app.command(group=BEFORE)
+def _configs(name: Annotated[str | None, Parameter(choices=tuple(CONFIGS))] = None, /) -> int:
+    """List the configurations that come with the package, or print one.
+
+    Example: rlhf configs demo > my.yaml
+
+    Args:
+        name: The one to print.
+    """
+    if name is not None:
+        print(CONFIGS[name].read_text(encoding="utf-8"), end="")
+        return 0
+    for each, file in CONFIGS.items():
+        first = re.split(r"\.\s", file.read_text(encoding="utf-8"))[0]  # the first sentence of its comment
+        print(f"{each:<16}  {' '.join(first.replace('#', ' ').split())}")
+    return 0
 
 
-def _init(arguments: argparse.Namespace) -> int:
+@app.command(group=BEFORE)
+def _init(
+    *,
+    model: Annotated[str, Parameter(metavar="NAME|FOLDER")],
+    sft: File = None,
+    pairs: File = None,
+    prompts: File = None,
+    goal: Literal["ppo", "grpo", "dpo"] = "ppo",
+    out: Annotated[Path, Parameter(metavar="FILE")] = Path("my.yaml"),
+) -> int:
+    """Write a configuration for your own files and model.
+
+    It shows what is made of the rows, as rlhf data does.
+
+    Example: rlhf init --model Qwen/Qwen2.5-0.5B --pairs pairs.jsonl
+
+    Args:
+        model: Model to start from: a name on the Hugging Face hub, or a folder.
+        sft: Demonstrations: rows with text, messages, or prompt and completion.
+        pairs: Rows with prompt, chosen and rejected.
+        prompts: Prompts; with a field answer, right answers are rewarded.
+        goal: How the policy is trained.
+        out: The file to write. Its name is the name of the run.
+    """
     from rlhf_core.config.schema import FILE, schema_json
     from rlhf_core.ops.init import Given, configuration
 
-    out = Path(arguments.out)
     if out.exists():
         raise InputError(f"--out: {out} exists already; remove it, or give another name")
-    given = Given(arguments.model, arguments.goal, arguments.sft, arguments.pairs, arguments.prompts)
+    given = Given(model, goal, sft, pairs, prompts)
     text = configuration(given, out.stem)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     print(text)
     try:
-        _show(out, [], 1000)
+        _show(out, (), 1000)
     except InputError:
         out.unlink()  # the next try writes it again
         raise
@@ -67,21 +81,36 @@ def _init(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _data(arguments: argparse.Namespace) -> int:
-    if arguments.rows < 2:
-        raise InputError(f"--rows: must be at least 2; got {arguments.rows}")
-    _show(arguments.config, arguments.overrides, arguments.rows)
+@app.command(group=BEFORE)
+def _data(config: Config, /, *overrides: Overrides, rows: int = 1000, home: RunHome = None) -> int:
+    """Show what is made of the rows of your files.
+
+    These are their formats, what is left out and why, lengths, and a sample.
+
+    Example: rlhf data my.yaml --rows 200
+
+    Args:
+        rows: Rows of each source to read.
+    """
+    if rows < 2:
+        raise InputError(f"--rows: must be at least 2; got {rows}")
+    _show(config, with_home(overrides, home), rows)
     return 0
 
 
-def _schema(arguments: argparse.Namespace) -> int:
+@app.command(group=BEFORE)
+def _schema() -> int:
+    """Print the JSON Schema of configurations, for completion and checks in editors.
+
+    Example: rlhf schema > rlhf.schema.json
+    """
     from rlhf_core.config.schema import schema_json
 
     print(schema_json(), end="")
     return 0
 
 
-def _show(config: str | Path, overrides: list[str], rows: int) -> None:
+def _show(config: str | Path, overrides: tuple[str, ...], rows: int) -> None:
     from rich.console import Console
 
     from rlhf_core.ops.data_table import read_data, show

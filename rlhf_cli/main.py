@@ -1,5 +1,4 @@
-"""The command line: `rlhf run`, `rounds`, `plan`, `tune`, `serve-reward`, `champions`, `rollback`, `promote`,
-`serve`, `chat`, `publish`, `review`, `prune`, `up`, `down`, `status`.
+"""The command line. `rlhf --help` lists the commands.
 
 Slow imports are inside the commands, so that errors of the configuration are reported before them.
 
@@ -14,7 +13,6 @@ Exit codes:
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
@@ -24,20 +22,30 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
-from rlhf_cli.arguments import add_command, add_config, add_endpoint, add_home
-from rlhf_cli.champions import add_champion_commands
-from rlhf_cli.init import add_init_commands
-from rlhf_cli.prune import add_prune_command
-from rlhf_cli.review import add_review_command
-from rlhf_cli.rounds import add_rounds_command
-from rlhf_cli.tune import add_tune_command
+from cyclopts import CycloptsError, Parameter
+
+# Each of these modules adds its commands to `app`.
+from rlhf_cli import champions, init, prune, review, rounds, tune  # noqa: F401
+from rlhf_cli.app import (
+    BEFORE,
+    HOME,
+    RUNS,
+    SERVERS,
+    Config,
+    Endpoint,
+    HomeFolder,
+    Overrides,
+    RunHome,
+    app,
+    with_home,
+)
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError
 from rlhf_core.logs import set_up_logging
-from rlhf_core.pipeline import STAGES
-from rlhf_core.system.home import HOME_OF_RUNS, Home, default_home
+from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
+from rlhf_core.system.home import Home, default_home
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,10 +70,16 @@ class Stopped(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _prepare_streams()
-    arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
-    return exit_code(lambda: arguments.command(arguments))
+    return exit_code(
+        lambda: app(
+            argv,
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_int_as_exit_code_else_zero",  # `--help` returns None
+        )
+    )
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -74,6 +88,10 @@ def exit_code(command: Callable[[], int]) -> int:
         code = command()
         sys.stdout.flush()  # report a closed pipe here if a reader such as `head` has ended
         return code
+    except CycloptsError as error:
+        line = " ".join(("rlhf", *(error.command_chain or ())))
+        _print_error(f"error: {error}\n{line} --help has what it takes")
+        return InputError.exit_code
     except InputError as error:
         _print_error(f"error: {error.message}")
         return error.exit_code
@@ -115,174 +133,44 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # the default of stderr
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    # argparse accepts the overrides only in one block. Those after an option are in `rest`.
-    arguments, rest = parser.parse_known_args(argv)
-    takes_overrides = hasattr(arguments, "overrides")
-    unknown = [text for text in rest if text.startswith("-") or "=" not in text or not takes_overrides]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
-    if getattr(arguments, "run_home", None):
-        from rlhf_core.config.load import home_override
+@app.command(group=RUNS)
+def _run(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    start: Annotated[StageName, Parameter(name="--from")] = FIRST_STAGE,
+    until: StageName = LAST_STAGE,
+    home: RunHome = None,
+) -> int:
+    """Run the pipeline on this machine; no server is needed.
 
-        arguments.overrides = [home_override(arguments.run_home), *arguments.overrides]
-    return arguments
+    The same command continues a run that was stopped.
 
+    Example: rlhf run my.yaml run.seed=1 ppo.kl.coef=0.02 --until reward
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf", description="End-to-end RLHF: raw data to a registered, evaluated policy."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_init_commands(commands)
-    _add_run(commands)
-    add_rounds_command(commands)
-    _add_plan(commands)
-    add_tune_command(commands)
-    _add_serve_reward(commands)
-    add_champion_commands(commands)
-    add_review_command(commands)
-    add_prune_command(commands)
-    _add_up(commands)
-    for name, text, command in (
-        ("down", "stop what `rlhf up` started, and nothing else", _down),
-        ("status", "show servers, recent runs and where things are", _status),
-    ):
-        sub = add_command(commands, name, text, command, f"rlhf {name} --home .rlhf")
-        add_home(sub, "folder for logs and databases")
-    return parser
-
-
-def _add_run(commands: Any) -> None:
-    sub = add_command(
-        commands, "run", "run the pipeline here, with no server needed", _run,
-        "rlhf run deployments/configs/demo.yaml run.seed=1 ppo.kl.coef=0.02 --until reward",
-    )  # fmt: skip
-    add_config(sub, "ppo.steps=50")
-    sub.add_argument(
-        "--from",
-        dest="start",
-        choices=tuple(STAGES),
-        default=next(iter(STAGES)),
-        help="stages before this one must have been made already",
-    )
-    sub.add_argument(
-        "--until", choices=tuple(STAGES), default=next(reversed(STAGES)), help="stop after this stage"
-    )
-
-
-def _add_up(commands: Any) -> None:
-    text = "start Prefect, MLflow and a worker on this machine; with --config, deploy a configuration"
-    sub = add_command(commands, "up", text, _up, 'rlhf up --config my.yaml --schedule "0 2 * * 0"')
-    add = sub.add_argument
-    add(
-        "--home",
-        help="folder for logs and databases, and run.home of the runs of all deployments (default: run.home"
-        f" of --config, else {HOME_OF_RUNS} in the environment, else .rlhf)",
-    )
-    add("--config", metavar="CONFIG", help="YAML file; creates a deployment for it, or updates it")
-    add("--name", help="name of the deployment (default: that of the file)")
-    add("--schedule", metavar="CRON", help="when it runs: minute, hour, day, month, day of the week")
-    add(
-        "--timezone", metavar="ZONE", help="of the schedule, such as Europe/Berlin (default: of this machine)"
-    )
-    add("--if-changed", action="store_true", help="run only if data, models, code or settings have changed")
-    add(
-        "--param",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="another parameter of the deployment, such as min_new_rows=1000 with --if-changed",
-    )
-    add("overrides", metavar="key=value", nargs="*", default=[], help="fields of CONFIG to override")
-
-
-def _add_plan(commands: Any) -> None:
-    text = "show rows, time and memory of a configuration, and whether it fits (exit code 2: it does not)"
-    example = "rlhf plan deployments/configs/production.yaml --gpus 8xA100-80G ppo.minibatches=8"
-    sub = add_command(commands, "plan", text, _plan, example)
-    add_config(sub, "'sft.lora={r: 16}'")
-    sub.add_argument(
-        "--gpus",
-        metavar="8xA100-80G",
-        help="count and kind of GPUs, or hosts, GPUs of each and kind: 2x8xA100-80G (default: those of this"
-        " machine)",
-    )
-    sub.add_argument(
-        "--link",
-        metavar="8x400gbit",
-        help="network of each host where there are several: speed, or number of adapters and speed of each",
-    )
-    sub.add_argument(
-        "--host-memory",
-        metavar="GIB",
-        type=float,
-        help="memory of a host, to compare offloaded state with",
-    )
-    sub.add_argument(
-        "--model-config",
-        metavar="FILE_OR_NAME",
-        help="config.json with the model's shape, or a known model such as llama-3-70b, where model.path is"
-        " on the hub",
-    )
-    sub.add_argument("--details", action="store_true", help="also show batches, and the memory by process")
-    sub.add_argument("--json", action="store_true", help="print rows, bytes and seconds as JSON")
-
-
-def _add_serve_reward(commands: Any) -> None:
-    text = "serve a trained reward model over HTTP, for rewards of type remote"
-    example = "rlhf serve-reward .rlhf/store/artifacts/reward/0123456789abcdef --port 8600"
-    sub = add_command(commands, "serve-reward", text, _serve_reward, example)
-    add = sub.add_argument
-    add("artifact", metavar="ARTIFACT_OR_FOLDER", help="address of a `reward` artifact, or a model folder")
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="others than loopback need RLHF_REWARD_TOKEN (default: %(default)s)",
-    )
-    add("--port", type=int, default=8600, help="0 takes any free one (default: %(default)s)")
-    add_home(sub, "folder for logs and for copies of artifacts")
-    add_endpoint(sub)
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default="float32", help="default: %(default)s")
-    add(
-        "--attention",
-        choices=("sdpa", "eager"),
-        default="sdpa",
-        help="eager also computes sliding windows, chunks and caps (default: %(default)s)",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    add(
-        "--micro-batch-tokens",
-        type=int,
-        default=16384,
-        help="tokens of one forward pass (default: %(default)s)",
-    )
-
-
-def _run(arguments: argparse.Namespace) -> int:
+    Args:
+        start: First stage; those before it must have been made already.
+        until: Last stage.
+    """
     from rlhf_core.pipeline import stages_between
     from rlhf_core.run.checks import load_and_check, remember_check
 
     # Only for its error, before anything is read.
-    stages_between(arguments.start, arguments.until)
-    checked = load_and_check(
-        arguments.config, arguments.overrides, start=arguments.start, until=arguments.until
-    )
+    stages_between(start, until)
+    overrides = with_home(overrides, home)
+    checked = load_and_check(config, overrides, start=start, until=until)
     remember_check(checked)
-    config = checked.config
-    home = Home.of(config.run.home)
-    console = set_up_logging(home)
-    log.info("%s, seed %d: starting", config.run.name, config.run.seed)
+    run = checked.config.run
+    folder = Home.of(run.home)
+    console = set_up_logging(folder)
+    log.info("%s, seed %d: starting", run.name, run.seed)
     from rlhf_cli.with_prefect import with_prefect
 
-    return with_prefect(config, lambda: _run_flow(arguments, home, console))
+    flow = {"config": config, "overrides": overrides, "start": start, "until": until}
+    return with_prefect(checked.config, lambda: _run_flow(flow, folder, console))
 
 
-def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> int:
+def _run_flow(parameters: dict[str, Any], home: Home, console: Console) -> int:
     """Run the flow in this process, show its progress, and print its results."""
     import httpx
 
@@ -292,12 +180,7 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
 
     with showing_progress(console) as display:
         try:
-            summary = rlhf(
-                config=arguments.config,
-                overrides=tuple(arguments.overrides),
-                start=arguments.start,
-                until=arguments.until,
-            )
+            summary = rlhf(**parameters)
         except httpx.HTTPError as error:  # of Prefect's client
             if display.summary is None:
                 raise
@@ -318,27 +201,46 @@ def _run_flow(arguments: argparse.Namespace, home: Home, console: Console) -> in
     return 0
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+@app.command(group=BEFORE)
+def _plan(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    gpus: Annotated[str | None, Parameter(metavar="8xA100-80G")] = None,
+    link: Annotated[str | None, Parameter(metavar="8x400gbit")] = None,
+    host_memory: Annotated[float | None, Parameter(metavar="GIB")] = None,
+    model_config: Annotated[str | None, Parameter(metavar="FILE|NAME")] = None,
+    details: bool = False,
+    json: bool = False,
+    home: RunHome = None,
+) -> int:
+    """Show the rows, time and memory that a run needs.
+
+    The exit code is 2 if it does not fit into the machine.
+
+    Example: rlhf plan production.yaml --gpus 8xA100-80G ppo.minibatches=8 'sft.lora={r: 16}'
+
+    Args:
+        gpus: Number and kind of GPUs; for several machines 2x8xA100-80G (default: those of this machine).
+        link: Network between machines: its speed, or number and speed of the adapters of each.
+        host_memory: Main memory of a machine, for what is moved there from GPUs.
+        model_config: config.json of the model, or a known name such as llama-3-70b, for a model of the hub.
+        details: Also show batches, and the memory of each process.
+        json: Print rows, bytes and seconds as JSON.
+    """
     from rlhf_core.ops.data_table import ROWS
     from rlhf_core.ops.plan.plan import as_json, make_plan, show
 
-    plan = make_plan(
-        arguments.config,
-        arguments.overrides,
-        arguments.gpus,
-        arguments.model_config,
-        link=arguments.link,
-        host_memory_gib=arguments.host_memory,
-        rows=ROWS,
-    )
-    if arguments.json:
+    overrides = with_home(overrides, home)
+    plan = make_plan(config, overrides, gpus, model_config, link=link, host_memory_gib=host_memory, rows=ROWS)
+    if json:
         print(as_json(plan))
     else:
         from rich.console import Console
 
         console = Console()
         console.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign] # rich would exit with 1
-        show(plan, console, details=arguments.details)
+        show(plan, console, details=details)
     return 0 if plan.verdict.fits else InputError.exit_code
 
 
@@ -346,95 +248,155 @@ def _raise_broken_pipe() -> NoReturn:
     raise BrokenPipeError
 
 
-def _serve_reward(arguments: argparse.Namespace) -> int:
+@app.command(group=SERVERS)
+def _serve_reward(
+    artifact: str,
+    /,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8600,
+    home: HomeFolder = HOME,
+    endpoint: Endpoint = None,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    attention: Literal["sdpa", "eager"] = "sdpa",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    micro_batch_tokens: int = 16384,
+) -> int:
+    """Serve a reward model over HTTP, for rewards of type remote.
+
+    Example: rlhf serve-reward .rlhf/store/artifacts/reward/0123456789abcdef --port 8600
+
+    Args:
+        artifact: Address of a reward artifact, or a model's folder.
+        host: Address to listen on. Others than loopback need RLHF_REWARD_TOKEN.
+        port: 0 takes any that is free.
+        dtype: Number format of the weights.
+        attention: eager also computes sliding windows, chunks and caps.
+        device: auto takes a GPU if there is one.
+        micro_batch_tokens: Tokens that are scored at a time; fewer need less memory.
+    """
     from rlhf_core.ops.serve_reward import serve_reward
 
-    home = _home(arguments).make()
-    set_up_logging(home)
+    folder = _home(home).make()
+    set_up_logging(folder)
     with suppress(KeyboardInterrupt, Stopped):  # the normal end of a service
         serve_reward(
-            arguments.artifact,
-            host=arguments.host,
-            port=arguments.port,
-            home=home,
-            endpoint=arguments.endpoint,
-            dtype=arguments.dtype,
-            attention=arguments.attention,
-            device=arguments.device,
-            micro_batch_tokens=arguments.micro_batch_tokens,
-            ready=lambda url: print(f"serving {arguments.artifact} at {url}", flush=True),
+            artifact,
+            host=host,
+            port=port,
+            home=folder,
+            endpoint=endpoint,
+            dtype=dtype,
+            attention=attention,
+            device=device,
+            micro_batch_tokens=micro_batch_tokens,
+            ready=lambda url: print(f"serving {artifact} at {url}", flush=True),
         )
     return 0
 
 
-def _up(arguments: argparse.Namespace) -> int:
+@app.command(group=SERVERS)
+def _up(
+    *overrides: Overrides,
+    config: Annotated[str | None, Parameter(metavar="CONFIG")] = None,
+    name: str | None = None,
+    schedule: Annotated[str | None, Parameter(metavar="CRON")] = None,
+    timezone: Annotated[str | None, Parameter(metavar="ZONE")] = None,
+    if_changed: bool = False,
+    param: Annotated[tuple[str, ...], Parameter(metavar="NAME=VALUE")] = (),
+    home: Annotated[str | None, Parameter(metavar="FOLDER")] = None,
+) -> int:
+    """Start Prefect, MLflow and a worker on this machine; with --config, deploy a configuration.
+
+    Example: rlhf up --config my.yaml --schedule "0 2 * * 0"
+
+    Args:
+        config: YAML file; creates a deployment for it, or updates it.
+        name: Name of the deployment (default: that of the file).
+        schedule: When it runs: minute, hour, day, month, day of the week.
+        timezone: Of the schedule, such as Europe/Berlin (default: of this machine).
+        if_changed: Run only if data, models, code or settings have changed.
+        param: Another parameter of the deployment, such as min_new_rows=1000 with --if-changed. It may be
+            given several times.
+        home: Folder of logs and databases, and run.home of the runs of all deployments (default: run.home of
+            --config, else RLHF_HOME in the environment, else .rlhf).
+    """
     from flows.isolated import client_headers, isolate_prefect
     from rlhf_core.config.load import load_config
     from rlhf_core.ops.servers.servers import are_up, up, use_servers
     from rlhf_core.planning.check import full_disk
 
     deployment = None
-    if arguments.config is not None:
+    wanted = home or default_home()
+    if config is not None:
         # Before anything starts, for its errors.
-        config = load_config(arguments.config, arguments.overrides)
-        deployment = _config_deployment(arguments)
-    elif arguments.schedule or arguments.name or arguments.param or arguments.overrides:
+        checked = load_config(config, overrides)
+        deployment = _config_deployment(
+            config,
+            overrides,
+            name=name,
+            parameters=param,
+            cron=schedule,
+            timezone=timezone,
+            if_changed=if_changed,
+        )
+        wanted = home or checked.run.home
+    elif schedule or name or param or overrides:
         raise InputError("--config: the deployment needs a configuration; name its YAML file")
-    is_given = arguments.home is not None
-    if not is_given:
-        arguments.home = default_home() if deployment is None else config.run.home
-    home = _home(arguments)
+    folder = _home(wanted)
     # The servers could not write the reason to their logs.
-    if problem := full_disk(home.path):
+    if problem := full_disk(folder.path):
         raise InputError(f"--home: {problem}, or choose another")
-    if deployment is None or not are_up(home):
-        print(up(home.make(), client_headers, runs_in_home=is_given))
+    if deployment is None or not are_up(folder):
+        print(up(folder.make(), client_headers, runs_in_home=home is not None))
     if deployment is not None:
-        use_servers(home)
+        use_servers(folder)
         isolate_prefect()
         print(deployment.apply())
     return 0
 
 
-def _config_deployment(arguments: argparse.Namespace) -> ConfigDeployment:
+def _config_deployment(config: str, overrides: tuple[str, ...], **options: Any) -> ConfigDeployment:
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"  # its import reads this variable
     from flows.isolated import isolate_prefect
 
     isolate_prefect()
     from flows.config_deployment import config_deployment
 
-    return config_deployment(
-        arguments.config,
-        tuple(arguments.overrides),
-        name=arguments.name,
-        parameters=tuple(arguments.param),
-        cron=arguments.schedule,
-        timezone=arguments.timezone,
-        if_changed=arguments.if_changed,
-    )
+    return config_deployment(config, overrides, **options)
 
 
-def _down(arguments: argparse.Namespace) -> int:
+@app.command(group=SERVERS)
+def _down(*, home: HomeFolder = HOME) -> int:
+    """Stop what rlhf up started, and nothing else.
+
+    Example: rlhf down
+    """
     from rlhf_core.ops.servers.servers import down
 
-    print(down(_home(arguments, writable=False)))
+    print(down(_home(home, writable=False)))
     return 0
 
 
-def _status(arguments: argparse.Namespace) -> int:
+@app.command(group=SERVERS)
+def _status(*, home: HomeFolder = HOME) -> int:
+    """Show servers, recent runs and where things are.
+
+    Example: rlhf status
+    """
     from rlhf_core.ops.servers.servers import status
 
-    print(status(_home(arguments, writable=False)))
+    print(status(_home(home, writable=False)))
     return 0
 
 
-def _home(arguments: argparse.Namespace, *, writable: bool = True) -> Home:
+def _home(home: str, *, writable: bool = True) -> Home:
     from rlhf_core.system.home import home_problem
 
-    problem = home_problem(Path(arguments.home), writable=writable)
+    problem = home_problem(Path(home), writable=writable)
     if problem:
-        raise InputError(f"--home: the folder {arguments.home} cannot be used: {problem}; choose another")
-    return Home.of(arguments.home)
+        raise InputError(f"--home: the folder {home} cannot be used: {problem}; choose another")
+    return Home.of(home)
 
 
 def _what_next(error: RLHFError) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from rlhf_cli.arguments import add_command
+from cyclopts import Parameter
+
+from rlhf_cli.app import HOME, RUNS, Config, HomeFolder, Overrides, app
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 
@@ -17,51 +18,39 @@ if TYPE_CHECKING:
     from rlhf_core.config import PipelineConfig
     from rlhf_core.ops.prune.prune import Plan
 
-_HOME = ".rlhf"
 
+@app.command(group=RUNS)
+def _prune(
+    config: Config | None = None,
+    /,
+    *overrides: Overrides,
+    older_than: Annotated[str, Parameter(metavar="DAYS")] = "90d",
+    delete: bool = False,
+    home: HomeFolder | None = None,
+) -> int:
+    """Show what nothing needs any more; --delete deletes it.
 
-def add_prune_command(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "show which artifacts of old runs nothing needs any more, and delete them with --delete"
-    example = "rlhf prune deployments/configs/demo.yaml --older-than 90d --delete"
-    sub = add_command(commands, "prune", text, _prune, example)
-    sub.add_argument(
-        "config", metavar="CONFIG", nargs="?", help="YAML file with the store and the tracker of the runs"
-    )
-    sub.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        default=[],
-        help="fields to override, such as store.url=s3://my-bucket/rlhf",
-    )
-    sub.add_argument(
-        "--older-than",
-        metavar="DAYS",
-        default="90d",
-        help="age up to which everything is kept (default: %(default)s)",
-    )
-    sub.add_argument("--delete", action="store_true", help="delete; without it, nothing is changed")
-    sub.add_argument(
-        "--home",
-        help=f"without CONFIG: folder of the runs with their store and the database of MLflow (default:"
-        f" {_HOME}); MLFLOW_TRACKING_URI overrides the database",
-    )
+    CONFIG says where the runs are. Without it, they are in --home (default: .rlhf).
 
+    Example: rlhf prune my.yaml --older-than 90d --delete
 
-def _prune(arguments: argparse.Namespace) -> int:
+    Args:
+        older_than: Age up to which everything is kept.
+        delete: Delete. Without it, nothing is changed.
+    """
     from rich.console import Console
 
     from rlhf_core.ops.prune.prune import Pruning, parse_age
     from rlhf_core.storage.bundles import readable_size
 
-    age = parse_age(arguments.older_than)
-    config = _config(arguments)
-    pruning = Pruning.of(config, age, field="--home" if arguments.config is None else "run.home")
+    age = parse_age(older_than)
+    pruning = Pruning.of(
+        _config(config, overrides, home), age, field="--home" if config is None else "run.home"
+    )
     plan = pruning.plan()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     total, count = sum(item.size for item in plan.deleted), len(plan.deleted)
-    if not arguments.delete:
+    if not delete:
         if plan.deleted:
             console.print(_table_of_deleted(plan))
         console.print(_table_of_kept(plan))
@@ -81,17 +70,17 @@ def _prune(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> PipelineConfig:
+def _config(config: str | None, overrides: tuple[str, ...], home: str | None) -> PipelineConfig:
     from rlhf_core.config import PipelineConfig
     from rlhf_core.config.load import load_config
     from rlhf_core.system.home import Home
 
-    if arguments.config is not None:
-        if arguments.home is not None:
+    if config is not None:
+        if home is not None:
             raise InputError("--home: CONFIG has run.home; leave one of them out")
-        return load_config(arguments.config, arguments.overrides)
-    home = Home.of(arguments.home or _HOME)
-    return PipelineConfig.model_validate({"run": {"home": str(home.path)}})
+        return load_config(config, overrides)
+    folder = Home.of(home or HOME)
+    return PipelineConfig.model_validate({"run": {"home": str(folder.path)}})
 
 
 def _table_of_deleted(plan: Plan) -> Table:

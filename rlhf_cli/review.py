@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from rlhf_cli.arguments import add_command, add_endpoint, add_home
+from cyclopts import Parameter
+
+from rlhf_cli.app import HOME, RUNS, Endpoint, HomeFolder, app
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 
@@ -17,58 +18,49 @@ if TYPE_CHECKING:
 _OPPONENTS: dict[Opponent, str] = {"sft": "the SFT model", "champion": "the champion"}
 
 
-def add_review_command(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "write a page of blind pairs for people, or read its votes"
-    sub = add_command(commands, "review", text, _review, "rlhf review demo-seed0-46d9a620")
-    sub.add_argument("run", metavar="RUN", help="name of a finished run, or the path of its summary.json")
-    sub.add_argument(
-        "--votes",
-        metavar="FILE",
-        help="votes that the page saved: record them, and count all that are recorded",
-    )
-    sub.add_argument(
-        "--output", metavar="FILE", help="the page (default: review/against-sft.html in the run's folder)"
-    )
-    sub.add_argument(
-        "--of",
-        choices=("evaluation", "sample"),
-        default="evaluation",
-        help="samples of the evaluation, or pairs of answers to training prompts of the stage sample, whose"
-        " votes are data of the next run (default: %(default)s)",
-    )
-    sub.add_argument(
-        "--against",
-        choices=("sft", "champion"),
-        help="the other model: samples of the evaluation, or of the match (default: sft)",
-    )
-    sub.add_argument("--pairs", type=int, metavar="N", help="pairs on the page of --of sample (default: 50)")
-    add_endpoint(sub)
-    add_home(sub, "folder of the runs")
+@app.command(group=RUNS)
+def _review(
+    run: str,
+    /,
+    *,
+    votes: Annotated[Path | None, Parameter(metavar="FILE")] = None,
+    output: Annotated[Path | None, Parameter(metavar="FILE")] = None,
+    of: Literal["evaluation", "sample"] = "evaluation",
+    against: Literal["sft", "champion"] | None = None,
+    pairs: int | None = None,
+    endpoint: Endpoint = None,
+    home: HomeFolder = HOME,
+) -> int:
+    """Write a page where people vote blindly, or read its votes.
 
+    Example: rlhf review demo-seed0-46d9a620
 
-def _review(arguments: argparse.Namespace) -> int:
+    Args:
+        run: Name of a finished run, or the path of its summary.json.
+        votes: Votes that the page saved: record them, and count all that are recorded.
+        output: The page (default: review/against-sft.html in the run's folder).
+        of: Answers of the evaluation, or of the stage sample, whose votes are data of the next run.
+        against: The other model of the evaluation (default: sft).
+        pairs: Pairs on the page of --of sample (default: 50).
+    """
     from rlhf_core.ops.review.record import open_review, record_votes, votes_command
 
-    if arguments.of == "sample" and arguments.against is not None:
+    if of == "sample" and against is not None:
         raise InputError(
-            f"--against: got {arguments.against} with --of sample, whose answers are all of the policy; leave"
+            f"--against: got {against} with --of sample, whose answers are all of the policy; leave"
             " one of them out"
         )
-    if arguments.votes is not None and arguments.pairs is not None:
-        raise InputError(
-            f"--pairs: got {arguments.pairs} with --votes, whose file has the number; leave it out"
-        )
-    opponent: Opponent = "sample" if arguments.of == "sample" else arguments.against or "sft"
-    review = open_review(arguments.run, arguments.home, opponent, arguments.endpoint)
-    if arguments.votes is None:
-        output = Path(arguments.output) if arguments.output else None
-        page, shown = review.write_page(output, arguments.pairs)
+    if votes is not None and pairs is not None:
+        raise InputError(f"--pairs: got {pairs} with --votes, whose file has the number; leave it out")
+    opponent: Opponent = "sample" if of == "sample" else against or "sft"
+    review = open_review(run, home, opponent, endpoint)
+    if votes is None:
+        page, shown = review.write_page(output, pairs)
         print(printable(f"{shown} pairs: open {page} in a browser, vote and save the votes, then"))
-        command = votes_command(arguments.run, arguments.home, opponent, arguments.endpoint)
+        command = votes_command(run, home, opponent, endpoint)
         print(printable(f"  {command}"))
         return 0
-    _print_recorded(review.opponent, record_votes(review, Path(arguments.votes)))
+    _print_recorded(review.opponent, record_votes(review, votes))
     return 0
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.arguments import add_command, add_config
+from rlhf_cli.app import RUNS, Config, Overrides, RunHome, app, with_home
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import EXIT_VOTES
 from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
@@ -20,47 +19,43 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def add_rounds_command(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "run the pipeline several times, each time with samples of the policies before"
-    example = "rlhf rounds deployments/configs/demo.yaml --rounds 3 sample.answers=8"
-    sub = add_command(commands, "rounds", text, _rounds, example)
-    add_config(sub, "sample.answers=8")
-    sub.add_argument("--rounds", type=int, default=2, help="number of rounds (default: %(default)s)")
-    sub.add_argument(
-        "--until",
-        choices=get_args(EndOfRound),
-        default=END_OF_ROUND,
-        help="last stage of each round; with sample and another sample.policy than ppo, PPO is left out"
-        " (default: %(default)s)",
-    )
+@app.command(group=RUNS)
+def _rounds(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    rounds: int = 2,
+    until: EndOfRound = END_OF_ROUND,
+    home: RunHome = None,
+) -> int:
+    """Run the pipeline several times, each with answers of the last.
 
+    Example: rlhf rounds my.yaml --rounds 3 sample.answers=8
 
-def _rounds(arguments: argparse.Namespace) -> int:
+    Args:
+        rounds: Number of rounds.
+        until: Last stage of each round. With sample and another sample.policy than ppo, PPO is left out.
+    """
     from rlhf_cli.with_prefect import with_prefect
     from rlhf_core.logs import set_up_logging
     from rlhf_core.ops.rounds import check_first_round, check_rounds
     from rlhf_core.system.home import Home
 
-    check_rounds(arguments.rounds)
-    given = tuple(arguments.overrides)
-    checked = check_first_round(arguments.config, given, arguments.until)
-    console = set_up_logging(Home.of(checked.config.run.home))
-    log.info("%s, seed %d: %d rounds", checked.config.run.name, checked.config.run.seed, arguments.rounds)
-    return with_prefect(checked.config, lambda: _run(arguments, console))
+    check_rounds(rounds)
+    overrides = with_home(overrides, home)
+    checked = check_first_round(config, overrides, until).config
+    console = set_up_logging(Home.of(checked.run.home))
+    log.info("%s, seed %d: %d rounds", checked.run.name, checked.run.seed, rounds)
+    flow = {"config": config, "number": rounds, "overrides": overrides, "until": until}
+    return with_prefect(checked, lambda: _run(flow, console))
 
 
-def _run(arguments: argparse.Namespace, console: Console) -> int:
+def _run(parameters: dict[str, Any], console: Console) -> int:
     from flows.rounds import Rounds, rounds
     from rlhf_core.run.display import showing_progress
 
     with showing_progress(console):
-        done = rounds(
-            config=arguments.config,
-            number=arguments.rounds,
-            overrides=tuple(arguments.overrides),
-            until=arguments.until,
-        )
+        done = rounds(**parameters)
     assert isinstance(done, Rounds)  # Prefect returns the data of a state
     return print_end(done)
 

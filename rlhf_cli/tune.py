@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from rlhf_cli.arguments import add_command, add_config
+from cyclopts import Parameter
+
+from rlhf_cli.app import BEFORE, Config, Overrides, RunHome, app, with_home
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,18 +16,21 @@ if TYPE_CHECKING:
     from rlhf_core.ops.tune import Tuned
 
 
-def add_tune_command(commands: Any) -> None:
-    """Add the command to the parser."""
-    text = "measure a few settings of ppo in short runs, and write the fastest as a configuration"
-    example = "rlhf tune deployments/configs/demo.yaml --out tuned.yaml"
-    sub = add_command(commands, "tune", text, _tune, example)
-    add_config(sub, "ppo.micro_batch_tokens=8192")
-    sub.add_argument(
-        "--out", type=Path, default=Path("tuned.yaml"), help="new YAML file (default: %(default)s)"
-    )
+@app.command(group=BEFORE)
+def _tune(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    out: Annotated[Path, Parameter(metavar="FILE")] = Path("tuned.yaml"),
+    home: RunHome = None,
+) -> int:
+    """Measure settings of PPO, and write the fastest.
 
+    Example: rlhf tune my.yaml --out tuned.yaml
 
-def _tune(arguments: argparse.Namespace) -> int:
+    Args:
+        out: New YAML file.
+    """
     from rich.console import Console
 
     from rlhf_core.executors.environment import stage_environment
@@ -35,10 +39,11 @@ def _tune(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.checks import load_and_check
     from rlhf_core.system.home import Home
 
-    config = load_and_check(arguments.config, arguments.overrides).config
-    set_up_logging(Home.of(config.run.home))
-    os.environ.update(stage_environment(config))  # PPO runs in this process
-    tuned = tune(arguments.config, arguments.overrides, arguments.out)
+    overrides = with_home(overrides, home)
+    checked = load_and_check(config, overrides).config
+    set_up_logging(Home.of(checked.run.home))
+    os.environ.update(stage_environment(checked))  # PPO runs in this process
+    tuned = tune(config, overrides, out)
     console = Console(highlight=False, soft_wrap=True)
     console.print(_table(tuned))
     if any(change.startswith("ppo.staleness") for change in tuned.best.changes):

@@ -33,6 +33,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.system.files import exists
 from rlhf_core.system.home import HOME_OF_RUNS
 from rlhf_core.system.machine import machine
+from rlhf_core.system.shipped import shipped
 
 GROUP = 8
 """Samples of a prompt where an algorithm compares them, as in TRL."""
@@ -126,8 +127,11 @@ def _expand(tree: dict[str, Any]) -> None:
 
 
 def _find_beside(tree: dict[str, Any], folder: Path | None) -> None:
-    """Let relative addresses of inputs start at the folder of the file that names them, if they are there."""
-    if folder is None or folder == Path():
+    """Let relative addresses of inputs start at the folder of the file that names them, if they are there.
+
+    Those of files of this package, such as its templates, are found where it is installed.
+    """
+    if folder is None:
         return
     for path, value in list(texts(tree)):
         is_short = path == ("model",) or (path[:1] == ("data",) and path[1:2] and path[1] in SETS)
@@ -137,11 +141,12 @@ def _find_beside(tree: dict[str, Any], folder: Path | None) -> None:
             continue
         if value in ("", "synthetic") or path[-1] == "revision":
             continue
-        if not Path(value).is_absolute() and exists(folder / value):
+        place = folder / value if exists(folder / value) else shipped(value)
+        if place != Path(value) and exists(place):
             parent: Any = tree
             for step in path[:-1]:
                 parent = parent[step]
-            parent[path[-1]] = str(folder / value)
+            parent[path[-1]] = str(place)
 
 
 def _with_types(tree: Any, path: Keys) -> list[str | int]:

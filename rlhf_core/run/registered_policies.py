@@ -86,7 +86,8 @@ def open_registry(home: str) -> Mlflow:
     Raises InputError if the folder has no database of MLflow.
     """
     return registry_of(
-        PipelineConfig.model_validate({"run": {"home": str(Home.of(home).path)}}), field="--home"
+        PipelineConfig.model_validate({"run": {"home": str(Home.of(home).path)}}),
+        field="no registered models yet (--home)",
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
+CONFIGS = {file.stem: file for file in sorted((DEPLOYMENTS / "configs").glob("*.yaml"))}
+"""The configurations, by their names."""
 
 
 def shipped(path: str | Path) -> Path:

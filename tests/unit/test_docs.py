@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_cli.main import _parse
+import rlhf_cli.main  # noqa: F401 it adds the commands
+from rlhf_cli.app import app
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.testing import reward_input, run_reward
@@ -161,17 +162,19 @@ def test_rlhf_commands_parse(page: str) -> None:
         if any(word.startswith("[") or word == "..." for word in words):
             # a synopsis such as `rlhf plan CONFIG [--json]`
             words = words[: next(i for i, word in enumerate(words) if word.startswith("[") or word == "...")]
+        if ">" in words:
+            words = words[: words.index(">")]
         if len(words) == 2 and words[1] in NEED_ARGUMENTS:
             continue  # the name of the command
-        arguments = _parse(words[1:])
-        config = getattr(arguments, "config", None)
+        _, bound, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
+        config, overrides = bound.arguments.get("config"), bound.arguments.get("overrides", ())
         if config is None or not config.startswith("deployments/"):
             continue
-        if any(REFUSED_ON_PURPOSE in override for override in arguments.overrides):
+        if any(REFUSED_ON_PURPOSE in override for override in overrides):
             with pytest.raises(ConfigError, match=r"did you mean sft\.optimizer"):
-                load_config(ROOT / config, arguments.overrides)
+                load_config(ROOT / config, overrides)
         else:
-            load_config(ROOT / config, arguments.overrides)
+            load_config(ROOT / config, overrides)
 
 
 class _Parsed(Exception):

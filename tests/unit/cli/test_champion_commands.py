@@ -60,6 +60,13 @@ def test_commands_print_the_history_and_a_rollback_can_be_repeated(
         "  2001-09-09 01:46  version 1 promoted automatically: it won 1",
         "  2001-09-09 01:46  version 2 promoted automatically: it won 2",
     ]
+    assert rlhf("champions", model, "--json") == 0
+    found = json.loads(capsys.readouterr().out)[model]
+    assert found["champion"] == "2"
+    assert [(move["version"], move["reason"]) for move in found["history"]] == [
+        ("1", "it won 1"),
+        ("2", "it won 2"),
+    ]
     assert rlhf("rollback", model, "--reason", "it insults people") == 0
     assert "rolled back from version 2 to 1: it insults people" in capsys.readouterr().out
     assert rlhf("rollback", model, "--reason", "it insults people") == 0
@@ -80,7 +87,7 @@ def test_a_registry_without_models_is_no_empty_answer(
     ensure_database(database)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
     assert rlhf("champions") == 0
-    assert "MLflow has no registered model yet" in capsys.readouterr().out
+    assert "no registered models yet" in capsys.readouterr().out
 
 
 def test_a_model_without_champion_and_moves_outside_of_the_history(
@@ -107,7 +114,9 @@ def test_unknown_names_and_folders_are_input_errors(
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: --home: there is no database of MLflow at {tmp_path}/mlflow.db")
+    assert error.startswith(
+        f"error: no registered models yet (--home): there is no database of MLflow at {tmp_path}/mlflow.db"
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
     error = capsys.readouterr().err

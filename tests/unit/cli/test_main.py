@@ -1,6 +1,8 @@
 """Behaviours of the command line:
 
-- help is fast and imports nothing heavy; every command has an example
+- help is fast and imports nothing heavy; every command has an example, and `rlhf` alone prints the help
+- a misspelled command or option gets a suggestion
+- configurations of the package are listed and copied; a copy works in another folder
 - invalid input ends with exit code 2 and one message, an unreachable store with 3, without a traceback and
   before Prefect is imported
 - overrides may be before and after options; an argument that is not an override is refused
@@ -18,12 +20,16 @@ from pathlib import Path
 
 import pytest
 
+import rlhf_core
 from rlhf_cli import main as cli
+from rlhf_cli.app import app
+from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.users import as_unprivileged_user
 
+ROOT = Path(__file__).resolve().parents[3]
 DEMO = "deployments/configs/demo.yaml"
 HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")
 
@@ -33,35 +39,67 @@ def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
     script = (
         "import sys\nfrom rlhf_cli.main import main\ncode = 1\n"
         "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code\n"
-        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\nsys.exit(code)"
+        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\n"
+        "print('pydantic:', 'pydantic' in sys.modules)\nsys.exit(code)"
     )
     return subprocess.run(
         [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
     )
 
 
+@pytest.mark.parametrize("command", [name for name in app if not name.startswith("-")])
+def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert f"Example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_has_the_commands_in_groups(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    words = ("Before a run", "init", "Runs", "rounds", "Registered policies", "champions", "Servers", "up")
+    places = [out.index(f" {word} ") for word in words]
+    assert places == sorted(places)
+
+
+def test_configurations_are_listed_with_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [file.stem for file in Path("deployments/configs").glob("*.yaml")]
+    assert [line.split()[0] for line in lines] == sorted(names)
+    assert lines[1].split(maxsplit=1)[1].startswith("The demo: a tiny Llama from scratch on a generated task")
+
+
+def test_copy_of_a_configuration_works_in_another_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["configs", "production"]) == 0
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(capsys.readouterr().out)
+    config = load_config("my.yaml", [])
+    assert config.data.chat_template is not None
+    assert Path(config.data.chat_template).samefile(ROOT / "deployments/configs/hh-chat.jinja")
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == rlhf_core.__version__
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("arguments", "suggestion"),
     [
-        "run",
-        "plan",
-        "serve-reward",
-        "champions",
-        "rollback",
-        "promote",
-        "serve",
-        "publish",
-        "prune",
-        "up",
-        "down",
-        "status",
+        (["rnu", DEMO], '"run"'),
+        (["run", DEMO, "--unitl", "sft"], "--until"),
+        (["run", DEMO, "--until", "rewrd"], '"reward"'),
     ],
 )
-def test_each_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop_:
-        cli.main([command, "--help"])
-    assert stop_.value.code == 0
-    assert f"example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
+def test_misspelled_command_or_option_gets_a_suggestion(
+    arguments: list[str], suggestion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and suggestion in error
 
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
@@ -69,6 +107,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     done = rlhf("--help")
     assert done.returncode == 0
     assert "heavy: []" in done.stdout
+    assert "pydantic: False" in done.stdout  # the classes of the configuration take most of the time
     assert os.times().children_user - began < 5  # well under 1 s; other programs do not change it
 
 
@@ -113,18 +152,19 @@ def test_unreachable_store_ends_with_code_3_and_one_message(
 
 
 def test_overrides_are_accepted_anywhere_after_the_config() -> None:
-    arguments = cli._parse(["run", "a.yaml", "x.y=1", "--until", "sft", "z=[1, 2]"])
-    assert arguments.overrides == ["x.y=1", "z=[1, 2]"]
-    assert arguments.until == "sft"
+    given = ["run", "a.yaml", "x.y=1", "--until", "sft", "z=[1, 2]"]
+    assert app.parse_args(given)[1].arguments == {
+        "config": "a.yaml",
+        "overrides": ("x.y=1", "z=[1, 2]"),
+        "until": "sft",
+    }
 
 
 @pytest.mark.parametrize("extra", [["nonsense"], ["--nosuch"], ["--nosuch=1"]])
 def test_argument_that_is_not_an_override_is_refused(
     extra: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop_:
-        cli.main(["run", "a.yaml", "--until", "sft", *extra])
-    assert stop_.value.code == 2
+    assert cli.main(["run", DEMO, "--until", "sft", *extra]) == 2
     assert extra[0] in capsys.readouterr().err
 
 
@@ -187,9 +227,10 @@ def test_folder_that_may_not_be_written_has_a_status_and_servers_that_are_stoppe
 def test_a_missing_configuration_is_the_only_argument_that_is_required(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["run"])
-    assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
+    assert cli.main(["run"]) == 2
+    problem, advice = capsys.readouterr().err.splitlines()
+    assert problem == 'error: Command "run" parameter CONFIG requires an argument.'
+    assert advice == "rlhf run --help has what it takes"
 
 
 def test_ctrl_c_during_the_imports_of_a_command_prints_one_line() -> None:

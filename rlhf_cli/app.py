@@ -1,0 +1,65 @@
+"""The application of the command line: its groups of commands, and the parameters that several of them have.
+
+A command is a function with the decorator `@app.command(group=...)` that returns the exit code. Its signature
+is the parser, and its docstring is the help.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import App, Group, Parameter
+
+import rlhf_core
+from rlhf_core.system.home import HOME_OF_RUNS, default_home
+
+BEFORE = Group.create_ordered("Before a run")
+RUNS = Group.create_ordered("Runs")
+REGISTRY = Group.create_ordered("Registered policies")
+SERVERS = Group.create_ordered("Servers")
+
+app = App(
+    name="rlhf",
+    help="End-to-end RLHF: raw data to a registered, evaluated policy.\n\n"
+    "rlhf COMMAND --help has the arguments of a command and an example.",
+    help_format="plaintext",
+    version=lambda: rlhf_core.__version__,
+    group_commands=Group.create_ordered("Options"),
+    default_parameter=Parameter(negative=(), show_default=lambda value: value if value else None),
+    suppress_keyboard_interrupt=False,
+)
+app["--help"].help = "Show this text."
+app["--version"].help = "Show the version."
+app.register_install_completion_command(help="Complete commands and options with TAB in this shell.")
+
+Config = Annotated[str, Parameter(help="YAML file; rlhf configs lists those that come with the package.")]
+Overrides = Annotated[
+    str, Parameter(help="Fields of CONFIG to override, each as KEY=VALUE, such as ppo.steps=50.")
+]
+RunHome = Annotated[str | None, Parameter(name="--home", metavar="FOLDER", help="Short for run.home=FOLDER.")]
+HOME = default_home()
+"""Default of `--home` of commands without a configuration."""
+HomeFolder = Annotated[
+    str,
+    Parameter(
+        name="--home",
+        metavar="FOLDER",
+        help=f"Folder of the runs, as run.home of their configuration (default: {HOME_OF_RUNS} in the"
+        " environment, else .rlhf).",
+        show_default=False,
+    ),
+]
+Endpoint = Annotated[
+    str | None,
+    Parameter(
+        metavar="URL",
+        help="Server of a store with an address s3://, if it is not AWS: such as http://127.0.0.1:9000.",
+    ),
+]
+
+
+def with_home(overrides: tuple[str, ...], home: str | None) -> tuple[str, ...]:
+    """Return the overrides of a command with the folder that its option `--home` names, if it does."""
+    from rlhf_core.config.load import home_override
+
+    return overrides if home is None else (home_override(home), *overrides)
