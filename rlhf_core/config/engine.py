@@ -51,12 +51,6 @@ class EngineConfig(Section):
     once in a step. Whole blocks of tokens are kept (16 on GPUs, 128 on CPUs), until the next sync or
     evaluation
     """
-    dispatch: Literal["fixed", "queue"] = rounding("fixed")
-    """Which engine samples a prompt. `fixed`: decided before the step by the lengths of the prompts, so that
-    a run on CPUs that is resumed ends in the same bits. `queue`: engines take prompts, the longest first,
-    while they sample others, so a fast engine samples more; what is computed together depends on timing, and
-    with it the rounding
-    """
     enforce_eager: bool = result(True)
     """No CUDA graphs: slower decoding, faster start"""
     max_restarts: NonNegativeInt = execution(3, within=TRIES)

@@ -26,7 +26,7 @@ from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.engines.sync.transport import sender_ranks
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
+from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import DeviceTurns, EnginePool
 from rlhf_core.ppo.fleet.placement import (
     Placement,
@@ -185,8 +185,6 @@ class Fleet:
         self._resources: ExitStack
         self._connected: list[RemoteActor[EngineActor]] = []
         """Engines to which the policy is connected for weight sync."""
-        self._queues = 0
-        """Queues of prompts that were started."""
         self._sent = SentBatches()
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: EnginePool
@@ -360,11 +358,6 @@ class Fleet:
         import ray
 
         return Pending(ray.put(columns))
-
-    def start_queue(self) -> RemoteActor[PromptQueue]:
-        """Start the queue from which engines take prompts."""
-        self._queues += 1
-        return self.start_helper(PromptQueue, f"prompt queue {self._queues}")
 
     def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
         """Start an actor that needs no core of its own on the node with this id. None is the driver's node.

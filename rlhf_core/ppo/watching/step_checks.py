@@ -220,17 +220,11 @@ class SyncCheck:
         composer: Composer,
         seed: int,
     ) -> None:
-        # With a queue, one engine could take all prompts.
-        engine = ppo.engine.model_copy(update={"dispatch": "fixed"})
         own = ppo.model_copy(
-            update={
-                "samples_per_prompt": 1,
-                "max_new_tokens": min(TOKENS, ppo.response_limit),
-                "engine": engine,
-            }
+            update={"samples_per_prompt": 1, "max_new_tokens": min(TOKENS, ppo.response_limit)}
         )
         self._fleet = fleet
-        self._prompts = list(prompts[: PROMPTS * engine.count])
+        self._prompts = list(prompts[: PROMPTS * ppo.engine.count])
         seed = derive_seed(seed, "sync check")
         self._collector = Collector(own, fleet, prompts, decode, composer, seed)
 

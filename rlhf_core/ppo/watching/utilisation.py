@@ -30,7 +30,7 @@ from rlhf_core.ppo.training.batch import RolloutBatch
 Metrics = dict[str, float]
 Counters = Mapping[str, float]
 
-_SAMPLING = ("sample", "sample_from")
+_SAMPLING = ("sample",)
 _SCORING = ("logprobs", "values", "scores", "make_experience")
 _TRAINING = ("update_policy", "update_critic")
 _SYNC = ("send_weights", "start_weight_update", "update_weights", "finish_weight_update", "acknowledge")

@@ -187,7 +187,7 @@ IN_NO_KEY = {
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
-    "ppo.engine.dispatch", "ppo.engine.prefix_caching",
+    "ppo.engine.prefix_caching",
     "ppo.engine.max_restarts", "ppo.engine.min_count",
     "ppo.engine.sleep_level",
     "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",

@@ -173,8 +173,7 @@ def test_the_gap_is_the_mean_over_all_tokens() -> None:
             return None, row_columns([len(row) for row in rows], logprobs=rows)
 
     engines = [ScriptedEngine(lambda request: Reply((7,) * 99)) for _ in range(3)]
-    engine = {"dispatch": "queue", "count": 3}
-    config = config_from_tree({"ppo": {"samples_per_prompt": 2, "engine": engine}}, "test")
+    config = config_from_tree({"ppo": {"samples_per_prompt": 2, "engine": {"count": 3}}}, "test")
     actors = [ScriptedEngineActor(each) for each in engines]
     fleet = ScriptedFleet(config, ranks={"policy": [Policy()]}, engines=actors)
     fleet.sync(7)
@@ -189,7 +188,7 @@ def test_the_gap_is_the_mean_over_all_tokens() -> None:
     assert len(asked) == 3 * PROMPTS, "one sample of each prompt"
     assert {request.max_new_tokens for request in asked} == {TOKENS}
     loads = [len(engine.requests) for engine in engines]
-    assert loads[1] == 0 and min(loads[0], loads[2]) > 0, "not from a queue, which one engine could empty"
+    assert loads[1] == 0 and min(loads[0], loads[2]) > 0
     # Cached prompts change the rounding of later rollouts.
     assert [engine.prefix_resets for engine in engines] == [1, 0, 1]
 
@@ -425,12 +424,11 @@ def test_the_controller_needs_the_space_for_stored_rollouts(tmp_path: Path) -> N
     assert asked[1] == {**asked[0], "own": 2 * FORTY.token_bytes}
 
 
-@pytest.mark.parametrize("dispatch", ["fixed", "queue"])
-def test_the_others_sample_the_share_of_an_engine_that_dies(dispatch: str) -> None:
+def test_the_others_sample_the_share_of_an_engine_that_dies() -> None:
     def sampled(lost: set[int]) -> list[list[Any]]:
         engines = [ScriptedEngine(lambda request: Reply((7, request.seed % 97))) for _ in range(2)]
-        engine = {"dispatch": dispatch, "count": 2}
-        config = config_from_tree({"ppo": {"staleness": 3, "prompts_per_step": 8, "engine": engine}}, "test")
+        ppo = {"staleness": 3, "prompts_per_step": 8, "engine": {"count": 2}}
+        config = config_from_tree({"ppo": ppo}, "test")
         fleet = ScriptedFleet(config, engines=[ScriptedEngineActor(each) for each in engines])
         fleet.sync(3)
         prompts = [PromptExample(f"p{i}", "", (1, i)) for i in range(20)]

@@ -199,16 +199,6 @@ def test_a_sync_is_compared_with_the_link_of_known_gpus() -> None:
         assert link_speed("cuda", "ipc") == 3.35e12
 
 
-def test_engines_with_a_queue_have_a_rate() -> None:
-    engine = {name: seconds for name, seconds in ENGINE.items() if name != "seconds/sample"}
-    engine["seconds/sample_from"] = ENGINE["seconds/sample"]
-    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet(engine=engine))
-    measured(utilisation)
-    found = measured(utilisation)
-    assert found["tokens_per_s/engines"] == pytest.approx(100 / 3.0)  # the second engine has both calls
-    assert found["rollout/token_latency"] == pytest.approx(5.0 / 200)
-
-
 def test_moving_memory_is_neither_idle_nor_wait() -> None:
     engine = ENGINE | {"seconds/sleep": 0.5, "seconds/wake": 1.0}
     policy = POLICY | {"seconds/offload_states": 0.25, "seconds/reload_states": 0.25}
