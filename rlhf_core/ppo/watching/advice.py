@@ -189,22 +189,6 @@ def _sync(situation: Situation) -> str | None:
     return None
 
 
-def _small_buckets(situation: Situation) -> str | None:
-    """Each bucket costs a call of the engines and a synchronization of the ranks."""
-    sync, metrics = situation.ppo.weight_sync, situation.metrics
-    default = sync.model_copy(update={"bucket_mib": None}).bucket_bytes(situation.device)
-    used, present = metrics["sync/link_share"], sync.bucket_bytes(situation.device)
-    few = metrics["sync/bytes"] <= 2 * present
-    if sync.backend == "gloo" or present >= default or few or used > 0.1 or metrics["sync/share"] < 0.05:
-        return None
-    return (
-        f"the weight sync takes {metrics['sync/share']:.0%} of a step and uses {used:.1%} of the link:"
-        f" ppo.weight_sync.bucket_mib={default >> 20} would send"
-        f" {math.ceil(metrics['sync/bytes'] / default)} buckets instead of"
-        f" {math.ceil(metrics['sync/bytes'] / present)}"
-    )
-
-
 def _idle_gpu(situation: Situation) -> str | None:
     """Small micro-batches leave a GPU waiting for the next kernel."""
     metrics, present = situation.metrics, situation.ppo.micro_batch_tokens
@@ -294,8 +278,7 @@ RULES = (
     Rule("slow_policy", "idle/critic", 0.2, _slow_policy),
     Rule("padding", "padding/share", 0.2, _padding),
     Rule("sync", "sync/share", 0.15, _sync),
-    # Wherever there are figures: the conditions are in the functions.
-    Rule("small_buckets", "sync/link_share", 0.0, _small_buckets),
+    # Wherever there are figures: the conditions are in the function.
     Rule("idle_gpu", "gpu/utilisation/training", 0.0, _idle_gpu),
     Rule("full_gpu", "gpu/memory/policy", 0.97, _full_gpu),
     Rule("rewards", "data_wait/share", 0.2, _rewards),

@@ -23,7 +23,6 @@ from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.rpc import Usage, process_usage
 from rlhf_core.config.placement import TRAINED, Group, PPOSettings
 from rlhf_core.engines.sync.sender import SyncReport
-from rlhf_core.planning.hardware import visible_hardware
 from rlhf_core.ppo.fleet.fleet import ENGINES, Fleet
 from rlhf_core.ppo.training.batch import RolloutBatch
 
@@ -73,7 +72,6 @@ class Utilisation:
         self._epochs = settings.ppo.epochs
         self._shares = settings.ppo.minibatches * settings.ppo.policy_deepspeed.ranks
         """Parts of a batch: those of all policy ranks in all minibatches."""
-        self._link = link_speed(fleet.device, fleet.sync_backend)
         self._overlapped = settings.ppo.staleness > 0
         self._fleet = fleet
         self._cores: list[int] = []
@@ -126,16 +124,6 @@ class Utilisation:
             "tokens/minibatch": _tokens(steps.batches) / len(steps.batches) / self._shares,
         }
 
-    def sync_metrics(self, report: SyncReport) -> Metrics:
-        """Return the size, time and rate of a weight sync, and the rate as a share of the link's."""
-        rate = report.bytes / report.seconds
-        metrics = {
-            "sync/bytes": float(report.bytes),
-            "sync/seconds": report.seconds,
-            "sync/gb_per_s": rate / 1e9,
-        }
-        return metrics if self._link is None else metrics | {"sync/link_share": rate / self._link}
-
     def _core_times(self) -> CoreTimes | None:
         """Return the times of the cores up to now; None where they are not measured."""
         return CoreTimes.read(self._cores) if self._cores else None
@@ -160,6 +148,15 @@ class CoreTimes:
 
 
 # -- from counters to metrics --
+
+
+def sync_metrics(report: SyncReport) -> Metrics:
+    """Return the size, time and rate of a weight sync."""
+    return {
+        "sync/bytes": float(report.bytes),
+        "sync/seconds": report.seconds,
+        "sync/gb_per_s": report.bytes / report.seconds / 1e9,
+    }
 
 
 def idle_cores(before: CoreTimes, now: CoreTimes, used: float, cores: int, threads: int) -> float:
@@ -293,20 +290,6 @@ def gpu_metrics(
 
 def _sum(processes: Sequence[Counters], name: str, methods: Sequence[str]) -> float:
     return sum(process.get(f"{name}/{method}", 0.0) for process in processes for method in methods)
-
-
-def link_speed(device: str, backend: str) -> float | None:
-    """Return the bytes per second of what the weight sync goes through, as `rlhf plan` has them; None where
-    the devices are not known.
-
-    Args:
-        device: "cpu" or "cuda".
-        backend: Backend of the weight sync. With `ipc`, sender and receiver are on the same GPU.
-    """
-    hardware = visible_hardware() if device == "cuda" and not on_cluster() else None
-    if hardware is None:
-        return None
-    return hardware.device.bandwidth if backend == "ipc" else hardware.device.link
 
 
 def padding_share(batches: Sequence[RolloutBatch]) -> float:

@@ -42,7 +42,7 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
     numbers = {
         "rollout": 4.2, "scoring": 1.5, "policy": 3.0, "critic": 2.9, "sync": 0.1, "rewards": 0.0,
         "padding": 0.05, "checkpoints": 0.02, "gb_per_s": 5.0, "cores": 0.1,
-        "link": 0.3, "gpu": 0.9, "memory": 0.8, **changed,
+        "gpu": 0.9, "memory": 0.8, **changed,
     }  # fmt: skip
     training = max(numbers["policy"], numbers["critic"])
     phases = {"scoring": numbers["scoring"] + numbers["rewards"], "training": training}
@@ -74,7 +74,6 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
         "checkpoint/share": numbers["checkpoints"],
         "idle/cores": numbers["cores"],
         "sync/bytes": 15e9,
-        "sync/link_share": numbers["link"],
         "gpu/utilisation/training": numbers["gpu"],
         "gpu/memory/policy": numbers["memory"],
         "tokens/minibatch": 20000.0,
@@ -83,7 +82,7 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
 
 SYNCHRONOUS = {"engine": {"enforce_eager": False}}
 GPU = SYNCHRONOUS | {"staleness": 1}
-REMOTE = {"type": "remote", "urls": ["http://rewards.test/"], "allowed_hosts": ["rewards.test"]}
+REMOTE = {"type": "remote", "urls": ["http://rewards.test/"]}
 # Rule, section `ppo`, the bottleneck that was planted, and what the sentence must contain.
 PLANTED: list[tuple[str, dict[str, Any], dict[str, float], list[str]]] = [
     (
@@ -109,12 +108,6 @@ PLANTED: list[tuple[str, dict[str, Any], dict[str, float], list[str]]] = [
         GPU | {"weight_sync": {"backend": "gloo", "senders": 1}, "policy_deepspeed": {"ranks": 4}},
         {"sync": 3.0, "gb_per_s": 0.4},
         ["takes 40% of a step, 0.4 GB/s", "ppo.weight_sync.backend=auto"],
-    ),
-    (
-        "small_buckets",
-        GPU | {"weight_sync": {"bucket_mib": 16}},
-        {"sync": 0.6, "link": 0.012},
-        ["takes 12% of a step", "1.2% of the link", "bucket_mib=512 would send 28 buckets instead of 895"],
     ),
     (
         "idle_gpu",
@@ -211,9 +204,6 @@ def test_processes_that_share_cores_or_gpus_are_not_idle(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("ppo", "changed"),
     [
-        ({"weight_sync": {"bucket_mib": 512}}, {"sync": 0.6, "link": 0.01}),  # the default
-        ({"weight_sync": {"bucket_mib": 16}}, {"sync": 0.6, "link": 0.5}),  # the link is used
-        ({"weight_sync": {"bucket_mib": 16}}, {"sync": 0.2, "link": 0.01}),  # 3 % of a step
         ({"micro_batch_tokens": 32768}, {"gpu": 0.16, "memory": 0.3}),  # one micro-batch already
         ({"micro_batch_tokens": 4096}, {"gpu": 0.16, "memory": 0.7}),  # two could be too many
         ({"micro_batch_tokens": 4096}, {"gpu": 0.7, "memory": 0.3}),
@@ -299,7 +289,7 @@ def real_run(name: str) -> tuple[PPOConfig, list[dict[str, float]]]:
 def test_steps_of_real_runs_give_no_advice(name: str, caplog: pytest.LogCaptureFixture) -> None:
     ppo, steps = real_run(name)
     assert {rule.metric for rule in RULES} - steps[-1].keys() == {
-        "sync/link_share", "gpu/utilisation/training", "gpu/memory/policy"
+        "gpu/utilisation/training", "gpu/memory/policy"
     }  # of GPUs  # fmt: skip
     assert given_for(caplog, ppo, steps, "cpu") == []
 
