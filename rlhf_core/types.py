@@ -308,8 +308,6 @@ class StageContext:
     """Monitors the processes of this attempt; None outside a pipeline."""
     nodes: Nodes | None = None
     """The other hosts of a cluster; None outside a pipeline."""
-    rollout_cache: Path | None = None
-    """Local folder for rollouts that later attempts at the same stage key reuse; None outside a pipeline."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests of the external inputs of the stage, from its key or the key of an input. Empty outside of a
     pipeline.

@@ -43,7 +43,7 @@ from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_responses, reward_metrics
-from rlhf_core.ppo.sampling.schedule import RolloutCache, rollouts_of
+from rlhf_core.ppo.sampling.schedule import rollouts_of
 from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
@@ -51,7 +51,7 @@ from rlhf_core.ppo.watching.advice import Advice
 from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
 from rlhf_core.ppo.watching.step_checks import StepChecks, SyncCheck
-from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation
+from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation, sync_metrics
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext
@@ -105,8 +105,7 @@ class PPOController:
         self._own_advantages = own_advantages
         seed = derive_seed(settings.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
-        self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector, cache)
+        self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector)
         self._sync_check: SyncCheck | None = None
         if ppo.staleness and ppo.weight_sync.canary:
             self._sync_check = SyncCheck(ppo, fleet, prompts, decode, composer, seed)
@@ -229,7 +228,7 @@ class PPOController:
             self._sync_after_step()
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, "samples", step)
-        if not batch.from_cache and not self._ppo.staleness:
+        if not self._ppo.staleness:
             tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
         self._timings["timing/step"] = time.monotonic() - started
@@ -278,7 +277,7 @@ class PPOController:
         return {
             "sync/share": steps.timings["timing/sync"] / seconds,
             "checkpoint/share": self._checkpoint_seconds / (self._checkpoint_seconds + every),
-            **self._utilisation.measure(steps, [batch for batch in sampled if not batch.from_cache]),
+            **self._utilisation.measure(steps, sampled),
         }
 
     # -- steps of the loop --
@@ -373,7 +372,7 @@ class PPOController:
     def sync(self) -> int:
         """Send the weights to all engines and return the version that they acknowledged."""
         report = self._fleet.sync(self.completed_steps)
-        self._timings |= self._utilisation.sync_metrics(report)
+        self._timings |= sync_metrics(report)
         return report.version
 
     def _compare_engines(self) -> None:

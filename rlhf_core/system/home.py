@@ -4,7 +4,6 @@ home/
 ├── runs/<run>/              run.json (state, for `rlhf status`), summary.json; tune/ during `rlhf tune`
 ├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
 ├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see held_folders.py
-├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
 ├── stacks/                  Python stacks of processes that stalled
 ├── references/              versions that references of unfinished runs stand for
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
@@ -44,7 +43,7 @@ def home_problem(folder: Path, *, writable: bool = True) -> str | None:
     return None
 
 
-_MAY_BE_LINKS = ("work", "journal", "cache", "outbox", "parts")
+_MAY_BE_LINKS = ("work", "cache", "outbox", "parts")
 """Folders in `run.home` that may be links to another disk."""
 
 
@@ -168,13 +167,6 @@ class Home:
     def work(self, stage: str, key: str) -> Path:
         """Return the folder for scratch files of the attempts at a stage key."""
         return self.works / f"{stage}-{key}"
-
-    def rollout_cache(self, stage: str, key: str) -> Path:
-        """Return the folder for rollouts, which outlives an attempt at a stage key.
-
-        It is called `journal`, its earlier name, so that existing homes stay valid.
-        """
-        return self.path / "journal" / f"{stage}-{key}"
 
     def stacks(self, stage: str, key: str, attempt: int) -> Path:
         """Return the folder for the Python stacks of the processes of an attempt."""

@@ -238,7 +238,6 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     settings = RewardSettings(config.ppo.rewards, str)
     with tempfile.TemporaryDirectory() as folder, open_rewards(fleet, settings) as composer:
         controller: Any = PPOController(fleet, prompts, str, composer, local_context(Path(folder)))
-        controller._rollouts.checkpointed = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads 16 responses
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         controller.iterate()  # imports, and the first use of everything

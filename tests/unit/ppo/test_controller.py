@@ -91,7 +91,7 @@ class Controller(PPOController):
 
     @override
     def collect(self) -> RolloutBatch:
-        return replace(FORTY, from_cache=True, version=self.completed_steps)
+        return replace(FORTY, version=self.completed_steps)
 
     @override
     def score(self, batch: RolloutBatch) -> Any:

@@ -39,7 +39,7 @@ from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import ConfigError, CorruptArtifact, WeightSyncError
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling, read_responses
-from rlhf_core.ppo.sampling.schedule import RolloutCache, RolloutsAhead, rollouts_of
+from rlhf_core.ppo.sampling.schedule import RolloutsAhead, rollouts_of
 from rlhf_core.ppo.training.batch import RolloutBatch, RolloutColumns, row_columns
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.ppo.watching.step_checks import PROMPTS, TOKENS, SyncCheck
@@ -112,8 +112,7 @@ class Scripted(Controller):
         self._collector = _Collector(*given)
         fleet: Any = self._fleet
         self._collector.events = fleet.events = self.events
-        cache = RolloutCache(context.scratch, self.prompts, self._fleet)
-        self._rollouts: Any = rollouts_of(self._ppo, self._fleet, self.prompts, self._collector, cache)
+        self._rollouts: Any = rollouts_of(self._ppo, self._fleet, self.prompts, self._collector)
         if self._sync_check is not None:
             self._sync_check = _SyncCheck(*given)
             self._sync_check.events, self._sync_check.gaps = self.events, self.gaps
@@ -339,7 +338,7 @@ def test_a_checkpoint_without_one_of_the_batches_is_refused(tmp_path: Path) -> N
     _, folder = first._context.checkpoints.latest() or (0, Path())
     ahead.restore(folder, 1)
     assert [batch.replaced for batch in ahead.finished] == [2, 3, 4]
-    (folder / "ahead-3" / "rollouts" / "batch.safetensors").write_bytes(b"damaged")
+    (folder / "ahead-3" / "rollouts" / "batch.json").unlink()
     with pytest.raises(CorruptArtifact, match=r"no readable rollouts of step 4, which ppo\.staleness=3"):
         ahead.restore(folder, 1)
 
@@ -371,7 +370,7 @@ def test_shares_are_measured_from_one_sync_to_the_next(tmp_path: Path) -> None:
         measured.append((len(steps.batches), [batch.replaced for batch in sampled]))
         return {}
 
-    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None, sync_metrics=lambda _: {})
+    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None)
     run._utilisation = utilisation
     run.run()
     assert measured == [(3, [2, 3, 4]), (3, [5, 6, 7])]
@@ -397,7 +396,7 @@ def test_idle_engines_after_an_evaluation_or_a_checkpoint_give_no_advice(
         measured.append(run.completed_steps)
         return {}
 
-    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None, sync_metrics=lambda _: {})
+    utilisation: Any = SimpleNamespace(measure=measure, begin=lambda: None)
     advice: Any = SimpleNamespace(check=lambda _, step: checked.append(step))
     run._utilisation, run._advice = utilisation, advice
     run.run()
