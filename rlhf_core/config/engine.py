@@ -101,10 +101,6 @@ class WeightSyncConfig(Section):
     """Weights are sent in packed buckets of this size; null: 64 on CPUs, and 512 on GPUs, where each bucket
     costs a call of the engines and a synchronization of the ranks
     """
-    senders: PositiveInt | Literal["auto"] = execution("auto")
-    """With backend gloo: how many policy ranks send the weights, each its part of every tensor. `auto`: all,
-    at most 16, if they are on several hosts; one otherwise
-    """
     canary: bool = execution(True)
     """In every step, compare engine and trainer log-probabilities of the same tokens and stop if they differ
     """

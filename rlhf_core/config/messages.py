@@ -41,7 +41,7 @@ RENAMED = {
     "ppo.guards.overoptimization_ratio": "ppo.guard_limits.overoptimization",
 }
 """Fields of earlier versions, and their names in this one."""
-REMOVED = ("allowed_hosts", "dispatch")
+REMOVED = ("allowed_hosts", "dispatch", "senders")
 """Names of fields of earlier versions, of any section, that this one has no more."""
 _FIELD_IN_MESSAGE = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 

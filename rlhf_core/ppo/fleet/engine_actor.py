@@ -129,7 +129,7 @@ class EngineActor(Actor):
         # engines that were given up have no ranks.
         offset = init_info.get("rank_offset")
         if self._backend == "gloo":
-            init_info = {**init_info, "routes": [paths[position] for paths in init_info["routes"]]}
+            init_info = {**init_info, "routes": init_info["routes"][position]}
         elif offset is not None:
             workers_before = position * self._settings.ppo.engine.tensor_parallel
             init_info = {**init_info, "rank_offset": offset + workers_before}

@@ -179,13 +179,10 @@ def _sync(situation: Situation) -> str | None:
     can_send_adapter = lora is not None and lora.quantize is None and lora.r <= MAX_ENGINE_RANK
     if can_send_adapter and not ppo.syncs_adapter and ppo.served_dtype != "float32":
         return f"{found}: ppo.weight_sync.lora=adapter would send the adapter alone"
-    backend, ranks = ppo.weight_sync.backend, ppo.policy_deepspeed.ranks
-    if situation.device == "cuda" and backend == "gloo":
+    if situation.device == "cuda" and ppo.weight_sync.backend == "gloo":
         return f"{found}: ppo.weight_sync.backend=auto would send from GPU to GPU"
     if ppo.engine.dtype == "float32" and ppo.policy_deepspeed.dtype != "float32":
         return f"{found}: ppo.engine.dtype={ppo.policy_deepspeed.dtype} would send half as many bytes"
-    if backend == "gloo" and ppo.weight_sync.senders == 1 and ranks > 1:
-        return f"{found}: ppo.weight_sync.senders={ranks} would send from all policy ranks"
     return None
 
 

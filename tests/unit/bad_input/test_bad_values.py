@@ -243,11 +243,6 @@ FIELDS = (
         ("at most 512", "got r=600", "ppo.weight_sync.lora=merged"),
     ),
     Bad(
-        "more senders of weights than ranks",
-        "ppo: {weight_sync: {senders: 3}, policy_deepspeed: {ranks: 2}}\n",
-        ("ppo.weight_sync.senders must be at most ppo.policy_deepspeed.ranks (2)", "got 3", "use auto"),
-    ),
-    Bad(
         "nccl on the CPU",
         "run: {device: cpu}\nppo: {weight_sync: {backend: nccl}}\n",
         ("backend=nccl", "gloo"),

@@ -191,7 +191,7 @@ IN_NO_KEY = {
     "ppo.engine.max_restarts", "ppo.engine.min_count",
     "ppo.engine.sleep_level",
     "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",
-    "ppo.weight_sync.senders",
+   
     "ppo.rewards.python.file", "ppo.rewards.python.retries", "ppo.rewards.python.timeout",
     "ppo.rewards.remote.backoff", "ppo.rewards.remote.breaker_failures",
     "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency",

@@ -93,5 +93,5 @@ def test_buckets_keep_order_and_limit() -> None:
 def test_unpack_inverts_pack() -> None:
     tensors = [torch.randn(3, 2), torch.randn(5).bfloat16(), torch.randn(2, 2).t()]
     specs = [TensorSpec(str(i), t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
-    for before, after in zip(tensors, unpack([pack(tensors)], specs), strict=True):
+    for before, after in zip(tensors, unpack(pack(tensors), specs), strict=True):
         assert torch.equal(before, after)
