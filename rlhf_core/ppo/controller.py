@@ -122,14 +122,10 @@ class PPOController:
         speed of the machine, or on settings that are not part of the stage's key. The digest of the artifact
         must not.
         """
-        self._scores: dict[int, float] = {}
-        """Scores of the checkpoints by step. The score of a checkpoint is known after its policy has sampled
-        the rollouts of the next step. With evaluations, it is that of the evaluation.
-        """
         self._evaluation = evaluation
         self.selection = Selection(ppo)
         """The evaluations so far, and the best version."""
-        self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
+        self._checks = StepChecks(ppo, context.checkpoints.best)
         self._utilisation = Utilisation(settings, fleet)
         self._steps_since_sync = StepsSinceSync()
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
@@ -143,10 +139,6 @@ class PPOController:
         self._checkpoint_every = checkpoint_interval(
             ppo.checkpoint_every, ppo.evaluation_interval, ppo.sync_every
         )
-        self._last_checkpoint_step = 0
-        """Step after which another attempt would continue."""
-        self._previous_checkpoint_step = 0
-        """Step of the checkpoint before that. With `ppo.staleness` its score may still be unknown."""
 
     # -- the loop --
 
@@ -196,7 +188,6 @@ class PPOController:
             self._fleet.forget_prefixes("the held-out prompts")
         if self.selection.add(version, found) and self._ppo.publish == "best":
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
-        self._scores = self.selection.scores()
         self._utilisation.begin()
         self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
@@ -219,7 +210,6 @@ class PPOController:
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
-        self._record_score(experience.metrics, batch.version)
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
@@ -331,18 +321,6 @@ class PPOController:
         experience.metrics.update(reward_metrics(ppo, batch, batch.rewards, kl))
         return experience
 
-    def _record_score(self, metrics: Metrics, version: int) -> None:
-        """Store the score of policy `version`, which sampled the rollouts of this step, if it is that of a
-        checkpoint.
-        """
-        if self._evaluation is not None:
-            return
-        score = metrics.get("objective/net_score", math.nan)
-        checkpoints = (self._last_checkpoint_step, self._previous_checkpoint_step)
-        # Without checkpoints both steps are 0, which is the SFT model.
-        if version > 0 and version in checkpoints and math.isfinite(score):
-            self._scores.setdefault(version, score)  # with more staleness, a version samples several steps
-
     def _train(self, batch: RolloutBatch, experience: Experience, step: int) -> Metrics:
         """Update the models and the KL controller, and return the metrics; {} if the step is skipped.
 
@@ -440,7 +418,7 @@ class PPOController:
         unsharded = sum(part for _, part in per_role)
         tokens = sum(batch.token_bytes for batch in self._rollouts.finished)
         with new_checkpoint(
-            self._context, scratch, step, size, unsharded=unsharded, own=tokens, late_scores=self._scores
+            self._context, scratch, step, size, self.selection.score(step), unsharded=unsharded, own=tokens
         ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained_roles:
@@ -450,9 +428,7 @@ class PPOController:
             shutil.copy(self._metrics_file, folder / "metrics.jsonl")
             state = {
                 "done": step,
-                "previous_checkpoint": self._last_checkpoint_step,
                 "kl": self._kl.state_dict(),
-                "scores": {str(step): score for step, score in self._scores.items()},
                 **self._checks.state_dict(),
                 **self._warmup.state_dict(),
             }
@@ -460,7 +436,6 @@ class PPOController:
                 state["selection"] = self.selection.state_dict()
                 state["evaluation"] = self._evaluation.state_dict()
             (folder / "controller.json").write_text(json.dumps(state))
-        self._previous_checkpoint_step, self._last_checkpoint_step = self._last_checkpoint_step, step
         self._checkpoint_seconds = time.monotonic() - started
         failpoint("ppo.after_checkpoint")
 
@@ -478,12 +453,10 @@ class PPOController:
             )
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
-        self.completed_steps = self._last_checkpoint_step = int(state["done"])
-        self._previous_checkpoint_step = int(state["previous_checkpoint"])
+        self.completed_steps = int(state["done"])
         self._checks.load_state_dict(state)
         self._warmup.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])
-        self._scores = {int(step): float(score) for step, score in state["scores"].items()}
         if self._evaluation is not None:
             self.selection.load_state_dict(state["selection"])
             self._evaluation.load_state_dict(state["evaluation"])

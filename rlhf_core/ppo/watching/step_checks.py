@@ -57,9 +57,6 @@ class StepChecks:
     def __init__(self, ppo: PPOConfig, best_checkpoint: Callable[[], str | None]) -> None:
         self._ppo = ppo
         self._best_checkpoint = best_checkpoint
-        self._measured_by = "the reward of its own responses minus ppo.kl.coef x their KL"
-        if ppo.evaluation_interval is not None:
-            self._measured_by = "its score on held-out prompts minus ppo.kl.coef x their KL"
         self._high_kl = 0
         self._nonfinite = 0
         self._uniform = False
@@ -188,7 +185,12 @@ class StepChecks:
         best = None
         with suppress(StoreError):  # would replace the error that is about to be raised
             best = self._best_checkpoint()
-        return f"; the best checkpoint, by {self._measured_by}, is kept: {best}" if best else ""
+        if best is None:
+            return ""
+        return (
+            "; the best checkpoint, by its score on held-out prompts minus ppo.kl.coef x their KL, is kept:"
+            f" {best}"
+        )
 
 
 PROMPTS = 4

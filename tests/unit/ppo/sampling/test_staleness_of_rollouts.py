@@ -7,7 +7,6 @@
   nothing is compared
 - a batch that is further behind is refused
 - a checkpoint has the rollouts of the next step, and the next attempt uses them; without them it ends
-- the score of a checkpoint is known two steps later, also if every step has a checkpoint
 - with 0, nothing is sampled ahead, and the configuration of keys is as it was without the field
 - with n, there is a sync after every n-th step, and the n batches between two syncs are sampled one after the
   other; each is at most n versions behind, as a function of its step
@@ -236,13 +235,6 @@ def test_a_checkpoint_without_the_next_rollouts_is_refused(tmp_path: Path) -> No
         CorruptArtifact, match=r"no readable rollouts of step 3, which ppo\.staleness=1 needs"
     ):
         second._restore()
-
-
-def test_every_checkpoint_gets_the_score_of_its_policy(tmp_path: Path) -> None:
-    run = Scripted(tmp_path / "work", staleness=1)
-    run.run()
-    # Step k + 2 is sampled from policy k; steps 1 and 2 from the SFT model.
-    assert run._scores == {1: 11.0, 2: 12.0, 3: 13.0}
 
 
 def test_importance_weights_are_on_with_staleness() -> None:
