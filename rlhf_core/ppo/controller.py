@@ -206,6 +206,7 @@ class PPOController:
             batch = self.collect()
         failpoint("ppo.after_rollout")
         self._last_batch = batch
+        # Before the scoring, so that the engines sample during scoring and training.
         self._rollouts.start(self.completed_steps)
         with self._timed("scoring"):
             experience = self.score(batch)

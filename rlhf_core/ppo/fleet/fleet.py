@@ -502,6 +502,7 @@ class Fleet:
         # An engine that was restarted is another actor.
         if engines == self._connected:
             return
+        # Each time: torch takes the socket over when the group is formed.
         listening = [policy.workers[0].call(ModelWorker.listen, self._local)]
         [sender] = self.wait(listening, "policy rank 0 to listen")
         hosts = tuple(self._addresses(engines))

@@ -84,6 +84,7 @@ def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:
     """
     shares: list[list[int]] = [[] for _ in range(engines)]
     loads = [(0, engine) for engine in range(engines)]
+    # By the prompts, because the lengths of the responses, which take longer, are not known before.
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, engine = loads[0]
         shares[engine].append(i)

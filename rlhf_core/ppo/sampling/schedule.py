@@ -213,6 +213,7 @@ class RolloutsAhead(Rollouts):
         """After a sync of version `completed`, let the engines sample all batches up to the next sync."""
         if completed % self._ppo.sync_every:
             return
+        # One step beyond the next sync: its batch is sampled before the sync, so that no engine waits for it.
         last = min(completed + self._ppo.sync_every + 1, self._ppo.steps)
         for step in range(completed + 2, last + 1):
             self._batches[step] = self._collector.start(step, completed, ahead=True)

@@ -108,16 +108,6 @@ def _many_engines(situation: Situation) -> str | None:
     return f"engines idle {idle:.0%} of a step: ppo.engine.count={enough} would do"
 
 
-def _idle_cores(situation: Situation) -> str | None:
-    ppo, metrics = situation.ppo, situation.metrics
-    if ppo.staleness or ppo.colocate == "all" or situation.share("rollout") < 0.1:
-        return None
-    return (
-        f"the cores idle {metrics['idle/cores']:.0%} of a step: ppo.staleness=1 would let the engines sample"
-        " during scoring and training"
-    )
-
-
 def _few_engines(situation: Situation) -> str | None:
     count, share = situation.ppo.engine.count, situation.share("rollout")
     # More engines cost devices: a setting of the present ones that would help is advised alone.
@@ -269,7 +259,6 @@ def _checkpoints(situation: Situation) -> str | None:
 RULES = (
     Rule("idle_engines", "idle/engines", 0.2, _idle_engines),
     Rule("many_engines", "idle/engines", 0.4, _many_engines),
-    Rule("idle_cores", "idle/cores", 0.4, _idle_cores),
     Rule("few_engines", "idle/policy", 0.5, _few_engines),
     Rule("slow_critic", "idle/policy", 0.2, _slow_critic),
     Rule("slow_policy", "idle/critic", 0.2, _slow_policy),

@@ -11,16 +11,11 @@ ones, and are slower than the others.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-import psutil
-
-from rlhf_core.cluster.connect import on_cluster
-from rlhf_core.cluster.rpc import Usage, process_usage
+from rlhf_core.cluster.rpc import Usage
 from rlhf_core.config.placement import TRAINED, Group, PPOSettings
 from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.fleet.fleet import ENGINES, Fleet
@@ -74,19 +69,12 @@ class Utilisation:
         """Parts of a batch: those of all policy ranks in all minibatches."""
         self._overlapped = settings.ppo.staleness > 0
         self._fleet = fleet
-        self._cores: list[int] = []
-        """Cores that all processes share; empty on GPUs and on a cluster."""
-        if fleet.device == "cpu" and not on_cluster():
-            self._cores = sorted(os.sched_getaffinity(0))
-        self._threads = settings.run.threads or len(self._cores)
         self._last: dict[str, list[Usage]] | None = None
-        self._last_cores: CoreTimes | None = None
 
     def begin(self) -> None:
         """Begin the next step now: what the engines sampled for an evaluation is not part of a step."""
         if self._last is not None:
             self._last = self._fleet.usage_by_group()
-            self._last_cores = self._core_times()
 
     def measure(self, steps: StepsSinceSync, sampled: Sequence[RolloutBatch]) -> Metrics:
         """Return the metrics of the steps that end now; {} if the counters are not known.
@@ -98,8 +86,6 @@ class Utilisation:
         seconds = steps.timings["timing/step"]
         usage = self._fleet.usage_by_group()
         before, self._last = self._last, usage
-        cores = self._core_times()
-        cores_before, self._last_cores = self._last_cores, cores
         if usage is None or before is None:
             return {}
         if len(usage[ENGINES]) != len(before[ENGINES]):
@@ -107,9 +93,6 @@ class Utilisation:
         work = {name: _differences(before[name], usage[name]) for name in usage}
         groups = [workers.group for workers in self._fleet.distinct_groups]
         measured: Metrics = {}
-        if cores is not None and cores_before is not None:
-            used = _cpu_seconds(before, usage)
-            measured["idle/cores"] = idle_cores(cores_before, cores, used, len(self._cores), self._threads)
         moving = moving_seconds(work)
         if moving:
             measured["moving/share"] = moving / seconds
@@ -124,28 +107,6 @@ class Utilisation:
             "tokens/minibatch": _tokens(steps.batches) / len(steps.batches) / self._shares,
         }
 
-    def _core_times(self) -> CoreTimes | None:
-        """Return the times of the cores up to now; None where they are not measured."""
-        return CoreTimes.read(self._cores) if self._cores else None
-
-
-@dataclass(frozen=True)
-class CoreTimes:
-    """Times up to one moment, in seconds."""
-
-    clock: float
-    idle: float
-    """Sum over the cores."""
-    own: float
-    """CPU time of this process."""
-
-    @classmethod
-    def read(cls, cores: Sequence[int]) -> CoreTimes:
-        """Return the times up to now, of these cores."""
-        times = psutil.cpu_times(percpu=True)
-        idle = sum(times[core].idle for core in cores if core < len(times))
-        return cls(time.monotonic(), idle, process_usage().cpu_seconds)
-
 
 # -- from counters to metrics --
 
@@ -157,31 +118,6 @@ def sync_metrics(report: SyncReport) -> Metrics:
         "sync/seconds": report.seconds,
         "sync/gb_per_s": report.bytes / report.seconds / 1e9,
     }
-
-
-def idle_cores(before: CoreTimes, now: CoreTimes, used: float, cores: int, threads: int) -> float:
-    """Return the share of the cores that neither the processes of PPO nor others have used.
-
-    Args:
-        before: Times at the start of the step.
-        now: Times at its end.
-        used: CPU seconds of ranks and engines in the step.
-        cores: Number of cores.
-        threads: Number of them that the run may use.
-    """
-    seconds = now.clock - before.clock
-    unused = 1 - (used + now.own - before.own) / (threads * seconds)
-    # A busy machine leaves this run less than its cores; then they are not idle.
-    return max(0.0, min(unused, (now.idle - before.idle) / (cores * seconds)))
-
-
-def _cpu_seconds(before: Mapping[str, Sequence[Usage]], after: Mapping[str, Sequence[Usage]]) -> float:
-    """Return the CPU time of all processes between two readings. A process that was replaced adds none."""
-    used = 0.0
-    for name in after:
-        for old, new in zip(before[name], after[name], strict=True):
-            used += max(0.0, new.cpu_seconds - old.cpu_seconds)
-    return used
 
 
 def idle_shares(work: Mapping[str, Sequence[Counters]], groups: Sequence[Group], seconds: float) -> Metrics:

@@ -35,13 +35,13 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
         ppo: Section `ppo`.
         changed: Seconds of the phases: `rollout`, `scoring`, `policy` and `critic` (their updates), `sync`,
             `rewards` (after all models have scored); or `padding`, `checkpoints` (shares of the time),
-            `gb_per_s`, `cores` (share of idle cores), `link` (share of the link's rate), `gpu` (utilisation
+            `gb_per_s`, `gpu` (utilisation
             in the training), `memory` (share of the policy's).
     """
     config = config_from_tree({"ppo": ppo}, "test").ppo
     numbers = {
         "rollout": 4.2, "scoring": 1.5, "policy": 3.0, "critic": 2.9, "sync": 0.1, "rewards": 0.0,
-        "padding": 0.05, "checkpoints": 0.02, "gb_per_s": 5.0, "cores": 0.1,
+        "padding": 0.05, "checkpoints": 0.02, "gb_per_s": 5.0,
         "gpu": 0.9, "memory": 0.8, **changed,
     }  # fmt: skip
     training = max(numbers["policy"], numbers["critic"])
@@ -72,7 +72,6 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
         "sync/share": numbers["sync"] / seconds,
         "sync/gb_per_s": numbers["gb_per_s"],
         "checkpoint/share": numbers["checkpoints"],
-        "idle/cores": numbers["cores"],
         "sync/bytes": 15e9,
         "gpu/utilisation/training": numbers["gpu"],
         "gpu/memory/policy": numbers["memory"],
@@ -97,7 +96,6 @@ PLANTED: list[tuple[str, dict[str, Any], dict[str, float], list[str]]] = [
         {"rollout": 1.5},
         ["idle 67% of a step", "ppo.engine.count=2 would do"],
     ),
-    ("idle_cores", {}, {"cores": 0.5}, ["the cores idle 50% of a step", "ppo.staleness=1"]),
     ("few_engines", GPU, {"rollout": 20.0}, ["idles 77% of a step", "ppo.engine.count=2"]),
     ("slow_critic", GPU, {"critic": 9.0}, ["the policy idles", "ppo.critic_deepspeed.ranks=3"]),
     ("slow_policy", GPU, {"policy": 6.0}, ["the critic idles", "ppo.policy_deepspeed.ranks=2"]),
@@ -172,9 +170,8 @@ def test_a_planted_bottleneck_is_named_once_with_its_field(
 ) -> None:
     balanced = step(ppo, rollout=100.0) if name == "idle_engines" else step(ppo)
     slow = step(ppo, **planted)
-    device = "cpu" if name == "idle_cores" else "cuda"
     ((rule, sentence),) = given(
-        caplog, ppo, [slow, slow, balanced, *[slow] * 5, balanced, *[slow] * 5], device
+        caplog, ppo, [slow, slow, balanced, *[slow] * 5, balanced, *[slow] * 5], "cuda"
     )
     assert rule == name and sentence.startswith(f"advice, step {3 + PATIENCE}: ")
     assert all(part in sentence for part in parts), sentence
@@ -291,7 +288,6 @@ def test_steps_of_real_runs_give_no_advice(name: str, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("rule", "changed"),
     [
-        ("idle_cores", {"idle/cores": 0.6}),
         ("padding", {"padding/share": 0.3}),
         ("checkpoints", {"checkpoint/share": 0.3}),
     ],

@@ -5,15 +5,12 @@
 - the time in which memory moves between devices and host is a share of its own: it is neither idle nor wait
 - a process that was replaced counts from 0; without all counters, and if an engine was given up, there are no
   metrics
-- cores that other programs use are not idle
-- the figures of GPUs are shares of phases and of roles; the rate of a sync is a share of the link's where
-  the GPUs are known
+- the figures of GPUs are shares of phases and of roles
 - padded rows cost what their longest row costs; packed rows cost nothing
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +26,8 @@ from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.fleet.fleet import ENGINES, WorkerGroup
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, route
 from rlhf_core.ppo.watching.utilisation import (
-    CoreTimes,
     StepsSinceSync,
     Utilisation,
-    idle_cores,
     padding_share,
     sync_metrics,
 )
@@ -235,33 +230,6 @@ def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> 
     fleet.first_engine = 1
     assert measured(utilisation) == {}
     assert measured(utilisation)["idle/engines"] == pytest.approx(1 - 2.0 / 10)
-
-
-def test_idle_cores_are_those_that_neither_this_run_nor_others_use() -> None:
-    before, after = CoreTimes(5.0, 100.0, 3.0), CoreTimes(15.0, 114.0, 4.0)
-    # 10 s of two cores: 14 s of them idle, 5 s used by ranks and engines and 1 s by the controller.
-    assert idle_cores(before, after, used=5.0, cores=2, threads=2) == pytest.approx(0.7)
-    assert idle_cores(before, after, used=9.0, cores=2, threads=2) == pytest.approx(0.5), "used by this run"
-    assert idle_cores(before, after, used=5.0, cores=2, threads=1) == pytest.approx(0.4)
-    assert idle_cores(before, after, used=99.0, cores=2, threads=2) == 0.0
-
-
-def test_cores_that_others_use_are_not_idle() -> None:
-    busy = CoreTimes(15.0, 100.0, 3.0)
-    assert idle_cores(CoreTimes(5.0, 100.0, 3.0), busy, used=0.0, cores=2, threads=2) == 0.0
-
-
-def test_the_cores_of_this_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet("cpu"))
-    assert "idle/cores" not in measured(utilisation)
-    deadline = time.monotonic() + 0.1
-    while time.monotonic() < deadline:
-        pass  # uses a core
-    assert 0.0 <= measured(utilisation)["idle/cores"] < 1.0
-    on_gpus = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet("cuda"))
-    measured(on_gpus)
-    assert "idle/cores" not in measured(on_gpus)
 
 
 def test_padding_share_is_the_one_computed_by_hand() -> None:
