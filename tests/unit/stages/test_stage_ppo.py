@@ -93,7 +93,7 @@ def test_rewards_that_read_responses_have_the_threads_of_the_stage(context: Stag
     )
     fleet = ScriptedFleet(config)
     with ppo._started(config, context, load_decoder(context.inputs["data"]), fleet):
-        assert [actor._threads for actor in fleet.rewards] == [3]
+        assert [actor._settings.threads for actor in fleet.rewards] == [3]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ class Engines:
 
     def _join(self, engine: int, info: dict[str, Any]) -> None:
         [route] = info["routes"][engine]
-        self._sources[engine] = self._class(*info["sender"], route, info["timeout"])
+        address, port = info["sender"]
+        self._sources[engine] = self._class(address, port, route, info["timeout"])
 
     def start_weight_update(self) -> None:
         self.received = [{} for _ in self.hosts]

@@ -34,7 +34,8 @@ class _Engine:
         self.group: Any = None
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self.group = GlooSource(*info["sender"], info["routes"][0][0], info["timeout"])
+        address, port = info["sender"]
+        self.group = GlooSource(address, port, info["routes"][0][0], info["timeout"])
 
     def start_weight_update(self) -> None: ...
 
