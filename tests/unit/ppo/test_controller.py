@@ -182,7 +182,6 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
         first._checks.is_finite(bad.metrics, 4, first.completed_steps)
     assert first._warmup.is_over({"value/explained_variance": 0.5}, 5)
     first._checkpoint()
-    first._record_score({"objective/net_score": 0.5}, 5)
     second = started("second")
     second._restore()
     assert second.completed_steps == 5
