@@ -60,7 +60,7 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
     if isinstance(source, PythonReward):
         yield from _function(source, field)
     elif isinstance(source, RemoteReward):
-        yield from _services(config, source.urls, f"{field}.urls", reward_token())
+        yield from _services(source.urls, f"{field}.urls", reward_token())
     elif isinstance(source, LanguageModelReward):
         try:
             if source.rubric is not None:
@@ -86,16 +86,14 @@ def check_chat_service(config: PipelineConfig, settings: ChatServiceConfig, fiel
             yield error
     # Where the stage runs elsewhere, the key is not known here.
     sent = key or settings.api_key_env
-    yield from _services(config, (str(settings.url),), f"{field}.url", sent)
+    yield from _services((str(settings.url),), f"{field}.url", sent)
 
 
 def _has_other_prompts(config: PipelineConfig) -> bool:
     return any(part.path != "synthetic" for part in config.data.prompts)
 
 
-def _services(
-    config: PipelineConfig, urls: Sequence[str], field: str, token: str | None
-) -> Iterator[Finding]:
+def _services(urls: Sequence[str], field: str, token: str | None) -> Iterator[Finding]:
     """Check that the hosts of `urls` can be found, and that no `token` is sent in clear text to a public
     address. `field` is the name of the urls.
     """
@@ -104,8 +102,7 @@ def _services(
             socket.getaddrinfo(host_of(url), None)
         except OSError as error:
             # No error: the stage that needs it may run on another host.
-            user = "PPO" if field.startswith("ppo.") and config.ppo.enabled else "the evaluation"
-            yield f"{field}: {host_of(url)} cannot be found from here ({error}); {user} will need it"
+            yield f"{field}: {host_of(url)} cannot be found from here ({error}); its stage will need it"
             continue
         if token and (problem := clear_text_problem(url)):
             yield ConfigError(f"{field}: {problem}")

@@ -11,15 +11,13 @@ any other                                     RewardError    no request would ge
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +26,7 @@ import httpx
 from rlhf_core.config.server_url import host_of
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.failures import Failure, Refused
+from rlhf_core.system.serving import has_public_address
 
 TOKEN_VARIABLE = "RLHF_REWARD_TOKEN"
 _MIN_CHARACTERS = 16
@@ -75,17 +74,10 @@ def clear_text_problem(url: str) -> str | None:
     """Return why no token may be sent to `url`; None for https, and for hosts that have private addresses
     only or that cannot be found.
     """
-    if urlsplit(url).scheme == "https":
-        return None
     host = host_of(url)
-    with suppress(OSError):  # a request would fail as well
-        for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-            # A zone follows a link-local address.
-            if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_global:
-                return (
-                    f"must be https where a token is sent to a public address; got http for {host}; use https"
-                )
-    return None
+    if urlsplit(url).scheme == "https" or not has_public_address(host):
+        return None
+    return f"must be https where a token is sent to a public address; got http for {host}; use https"
 
 
 @contextmanager
