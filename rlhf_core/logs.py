@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.system.home import Home
-from rlhf_core.system.relayed_logs import is_from_this_process
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +57,6 @@ def log_to_stderr() -> None:
     """Log to standard error, without secrets. The parent of the process writes it to a file."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
-    handler.addFilter(is_from_this_process)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 

@@ -203,23 +203,17 @@ class Checkpoints(Protocol):
         step: int,
         folder: Path,
         score: float | None = None,
-        *,
-        late_scores: Mapping[int, float] | None = None,
     ) -> None:
         """Commit a local folder atomically as the checkpoint of `step`. The folder is consumed.
 
         Args:
             step: Number of the last finished step.
             folder: The files of the checkpoint.
-            score: Higher is better; the best checkpoints are kept longer. None if it is not known yet.
-            late_scores: Scores of earlier checkpoints, by step, that became known after those were saved.
+            score: Higher is better; the best checkpoints are kept longer. None if nothing was measured.
         """
 
-    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
-        """Return the address of the checkpoint with the highest score, or None if none has a score.
-
-        `late_scores` is as in `save`.
-        """
+    def best(self) -> str | None:
+        """Return the address of the checkpoint with the highest score, or None if none has a score."""
 
 
 class Nodes(Protocol):
@@ -308,8 +302,6 @@ class StageContext:
     """Monitors the processes of this attempt; None outside a pipeline."""
     nodes: Nodes | None = None
     """The other hosts of a cluster; None outside a pipeline."""
-    rollout_cache: Path | None = None
-    """Local folder for rollouts that later attempts at the same stage key reuse; None outside a pipeline."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests of the external inputs of the stage, from its key or the key of an input. Empty outside of a
     pipeline.

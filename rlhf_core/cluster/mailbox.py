@@ -135,15 +135,11 @@ class _RemoteCheckpoints(_Remote, Checkpoints):
         step: int,
         folder: Path,
         score: float | None = None,
-        *,
-        late_scores: Mapping[int, float] | None = None,
     ) -> None:
-        self._mailbox.call(
-            lambda server: server.context.checkpoints.save(step, folder, score, late_scores=late_scores)
-        )
+        self._mailbox.call(lambda server: server.context.checkpoints.save(step, folder, score))
 
-    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
-        return self._mailbox.call(lambda server: server.context.checkpoints.best(late_scores))
+    def best(self) -> str | None:
+        return self._mailbox.call(lambda server: server.context.checkpoints.best())
 
 
 class _RemoteProgress(_Remote, Progress):

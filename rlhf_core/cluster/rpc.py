@@ -165,7 +165,7 @@ class ListeningActor(Actor):
     """An actor that can be rank 0 of a process group, which the other ranks connect to."""
 
     _listener: socket.socket | None = None
-    """Listening socket, also of a sender of weights."""
+    """Listening socket, also of the sender of weights."""
 
     @rpc()
     def listen(self, local: bool) -> tuple[str, int]:

@@ -19,11 +19,6 @@ cache; on a GPU 256 MB, enough to fill it.
 """
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO 1-3 reduce at a time, at most. The buffer is allocated as a whole."""
-MAX_AUTO_SENDERS = 16
-"""Policy ranks that send weights over gloo if `ppo.weight_sync.senders` is auto, at most: an engine has
-connections to all others for each sender.
-"""
-
 SHORT_ATTENTION = 512
 """Tokens of a sequence up to which `models.short_attention` computes attention in bfloat16 on a CPU. Torch's
 kernel is faster for longer ones.

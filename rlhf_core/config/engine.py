@@ -51,12 +51,6 @@ class EngineConfig(Section):
     once in a step. Whole blocks of tokens are kept (16 on GPUs, 128 on CPUs), until the next sync or
     evaluation
     """
-    dispatch: Literal["fixed", "queue"] = rounding("fixed")
-    """Which engine samples a prompt. `fixed`: decided before the step by the lengths of the prompts, so that
-    a run on CPUs that is resumed ends in the same bits. `queue`: engines take prompts, the longest first,
-    while they sample others, so a fast engine samples more; what is computed together depends on timing, and
-    with it the rounding
-    """
     enforce_eager: bool = result(True)
     """No CUDA graphs: slower decoding, faster start"""
     max_restarts: NonNegativeInt = execution(3, within=TRIES)
@@ -106,10 +100,6 @@ class WeightSyncConfig(Section):
     )
     """Weights are sent in packed buckets of this size; null: 64 on CPUs, and 512 on GPUs, where each bucket
     costs a call of the engines and a synchronization of the ranks
-    """
-    senders: PositiveInt | Literal["auto"] = execution("auto")
-    """With backend gloo: how many policy ranks send the weights, each its part of every tensor. `auto`: all,
-    at most 16, if they are on several hosts; one otherwise
     """
     canary: bool = execution(True)
     """In every step, compare engine and trainer log-probabilities of the same tokens and stop if they differ

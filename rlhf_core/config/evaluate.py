@@ -7,7 +7,6 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from rlhf_core.config.allowed_hosts import check_url
 from rlhf_core.config.base import (
     RANKS,
     TEMPERATURE,
@@ -22,6 +21,7 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import AnyReward, ChatServiceConfig, ModelReward
+from rlhf_core.config.server_url import check_url
 
 
 class LanguageModelConfig(ChatServiceConfig):
@@ -49,15 +49,14 @@ class LanguageModelConfig(ChatServiceConfig):
         if (self.path is None) == (self.url is None):
             raise ValueError(f"{field} needs either path or url; got {'both' if self.path else 'neither'}")
         if self.url is None:
-            if self.model or self.allowed_hosts or self.api_key_env:
+            if self.model or self.api_key_env:
                 raise ValueError(
-                    f"{field}.path is run here; got model, allowed_hosts or api_key_env as well; leave them"
-                    " out"
+                    f"{field}.path is run here; got model or api_key_env as well; leave them out"
                 )
             return self
         if self.model is None:
             raise ValueError(f"{field}.url needs {field}.model, the name of the model there")
-        check_url(self.url, self.allowed_hosts, f"{field}.url")
+        check_url(self.url, f"{field}.url")
         return self
 
 

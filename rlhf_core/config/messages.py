@@ -41,6 +41,8 @@ RENAMED = {
     "ppo.guards.overoptimization_ratio": "ppo.guard_limits.overoptimization",
 }
 """Fields of earlier versions, and their names in this one."""
+REMOVED = ("allowed_hosts", "dispatch", "senders")
+"""Names of fields of earlier versions, of any section, that this one has no more."""
 _FIELD_IN_MESSAGE = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 
 
@@ -337,6 +339,8 @@ def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     name = dotted(path)
     if name in RENAMED:
         return f"{name}: has another name in this version; write {RENAMED[name]}"
+    if path[-1] in REMOVED:
+        return f"{name}: is no field of this version (CHANGELOG.md says why); leave it out"
     kind = "loss" if path[:2] == ("ppo", "loss") else "reward"
     owner = f" for a {kind} of type {variant}" if variant else ""
     return f"{name}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"

@@ -215,9 +215,8 @@ class StoreConfig(Section):
     keep_checkpoints: PositiveInt = execution(2)
     """Newest intact checkpoints kept per stage"""
     keep_best: NonNegativeInt = execution(1)
-    """Number of older checkpoints that are also kept because they are the best, by the reward of their own
-    policy's responses minus `ppo.kl.coef` times their KL (PPO) or by held-out loss (SFT, DPO, reward model,
-    but not an ensemble)
+    """Number of older checkpoints that are also kept because they are the best, by `eval/objective` (PPO) or
+    by held-out loss (SFT, DPO, reward model, but not an ensemble)
     """
     retry_seconds: PositiveFloat = execution(60.0)
     """Seconds for which requests to a bucket are retried after temporary errors (5xx, timeouts, resets)"""

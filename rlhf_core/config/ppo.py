@@ -635,13 +635,7 @@ class PPOConfig(PackedSection):
     @model_validator(mode="after")
     def _check_sync_backend(self) -> Self:
         # NCCL refuses two processes on one GPU, and the IPC backend passes handles of memory of one GPU.
-        backend, senders = self.weight_sync.backend, self.weight_sync.senders
-        ranks = self.policy_deepspeed.ranks
-        if senders != "auto" and senders > ranks:
-            raise ValueError(
-                f"ppo.weight_sync.senders must be at most ppo.policy_deepspeed.ranks ({ranks}); got"
-                f" {senders}; lower it, or use auto"
-            )
+        backend = self.weight_sync.backend
         if backend == "ipc" and self.colocate != "all":
             raise ValueError(
                 "ppo.weight_sync.backend=ipc needs engines that share GPUs with the policy, but with"

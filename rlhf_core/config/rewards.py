@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import regex
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_core.config.allowed_hosts import AllowedHosts, check_url
 from rlhf_core.config.base import (
     PAUSE,
     TRIES,
@@ -28,6 +27,7 @@ from rlhf_core.config.base import (
     result,
 )
 from rlhf_core.config.redact import is_secret_variable, shown
+from rlhf_core.config.server_url import check_url
 
 _FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
 """A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""
@@ -221,10 +221,6 @@ class RemoteReward(ExternalReward):
     type: Literal["remote"] = "remote"
     urls: tuple[str, ...] = result(..., min_length=1)
     """`http(s)://host[:port]/path` of each replica; requests go to the least busy one"""
-    allowed_hosts: AllowedHosts = execution(..., min_length=1)
-    """Hosts that may receive requests. If a name resolves to a private or loopback address, that address, or
-    a network such as 10.0.0.0/8, must be listed as well
-    """
     items_per_request: PositiveInt = execution(64, within=Range(1, 65536, "a request has at most 16 MiB"))
     """Responses in one request"""
     concurrency: PositiveInt = execution(4, within=Range(1, 1024, "connections to one service"))
@@ -247,7 +243,7 @@ class RemoteReward(ExternalReward):
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
         for index, url in enumerate(self.urls):
-            check_url(url, self.allowed_hosts, f"urls.{index}", token="RLHF_REWARD_TOKEN")
+            check_url(url, f"urls.{index}", token="RLHF_REWARD_TOKEN")
         return self
 
 
@@ -262,10 +258,6 @@ class ChatServiceConfig(Section):
         None, pattern=r"^[^\x00-\x1f\x7f]{1,200}$", form="1 to 200 characters on one line"
     )
     """Name of the model at `url`"""
-    allowed_hosts: AllowedHosts = execution(())
-    """Hosts that may receive requests. If a name resolves to a private or loopback address, that address, or
-    a network such as 10.0.0.0/8, must be listed as well
-    """
     api_key_env: str | None = execution(
         None, pattern=r"^[A-Z][A-Z0-9_]{0,63}$", form="1 to 64 of A-Z, 0-9 and `_`, the first a letter"
     )
@@ -323,7 +315,7 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
 
     @model_validator(mode="after")
     def _check_url(self) -> Self:
-        check_url(self.url, self.allowed_hosts, "url")
+        check_url(self.url, "url")
         return self
 
 

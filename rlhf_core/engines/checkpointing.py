@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +39,6 @@ def new_checkpoint(
     *,
     unsharded: int | None = None,
     own: int = 0,
-    late_scores: Mapping[int, float] | None = None,
 ) -> Iterator[Path]:
     """Prepare the local folder of a checkpoint, and commit it if the body fills it without an error.
 
@@ -52,7 +51,6 @@ def new_checkpoint(
         score: Score of the weights, higher is better; None if nothing was measured.
         unsharded: See `Checkpoints.prepare`.
         own: See `Checkpoints.prepare`.
-        late_scores: Scores of earlier checkpoints by step.
 
     Raises:
         StoreError: The disk of a host has no space for its part, or the commit failed.
@@ -65,7 +63,7 @@ def new_checkpoint(
     if context is not None:
         # Before the commit: a later attempt continues after this step and does not log its metrics again.
         context.metrics.flush()
-        context.checkpoints.save(step, folder, score, late_scores=late_scores)
+        context.checkpoints.save(step, folder, score)
         context.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
 
 

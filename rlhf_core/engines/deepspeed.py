@@ -289,31 +289,6 @@ class TrainingEngine:
                 for name, parameter in named:
                     yield str(adapter_name(name)), parameter.detach()
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds a part of each tensor of `weights`: under ZeRO-3, unless an adapter has to
-        be merged, or the files of the model have other tensors than its modules.
-        """
-        return (
-            self.zero_stage == 3
-            and self.lora is None
-            and all(self._in_files(group) is group for group in self._weight_layout(None))
-        )
-
-    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the elements of the sharded weights that this rank holds, (elements,), in the order of
-        `weights`.
-        """
-        for group in self._gather_groups():
-            for name, parameter in group:
-                yield name, self._shard(parameter)
-
-    def _shard(self, parameter: Any) -> torch.Tensor:
-        # The last shards are padded beyond the end of the tensor.
-        elements = parameter.ds_numel - self.rank.rank * parameter.ds_tensor.numel()
-        shard: torch.Tensor = parameter.ds_tensor.detach().flatten()[: max(0, elements)]
-        return shard
-
     def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `weights` (or `adapter`) yields."""
         if not adapter:

@@ -162,61 +162,6 @@ class Engine:
             for rollout in _rollouts(prompt, output, policy_version)
         ]
 
-    def generate_from(
-        self,
-        take: Callable[[int], Sequence[tuple[PromptExample, int]]],
-        *,
-        policy_version: int,
-        adapter: int | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> list[list[Rollout]]:
-        """Sample responses to each prompt that `take` returns, in the order in which they were taken.
-
-        New prompts are taken while others are sampled.
-
-        Args:
-            take: `take(most)` returns at most `most` prompts with their seeds; none if there are no more.
-            policy_version: As for `generate`.
-            adapter: As for `generate`.
-            options: See `SamplingOptions`.
-        """
-        prompts: list[PromptExample] = []
-        index: dict[str, int] = {}
-        sampled: dict[int, list[Rollout]] = {}
-        more = True
-        while more or len(sampled) < len(prompts):
-            running = len(prompts) - len(sampled)
-            room = self._max_num_seqs // options["n"] - running
-            if more and (room > 0 or running == 0):
-                # One prompt at a time if its samples alone are more than `max_num_seqs`.
-                taken = take(max(1, room))
-                more = len(taken) > 0
-                names = self._enqueue(taken, adapter, options)
-                for name, (prompt, _) in zip(names, taken, strict=True):
-                    index[name] = len(prompts)
-                    prompts.append(prompt)
-            # With several processes, a step without requests would wait for ever.
-            if len(sampled) == len(prompts):
-                continue
-            # `enqueue` asks for final outputs, so each one has all samples of its prompt.
-            for output in self.llm.llm_engine.step():
-                i = index[output.request_id]
-                sampled[i] = _rollouts(prompts[i], output, policy_version)
-        return [sampled[i] for i in range(len(prompts))]
-
-    def _enqueue(
-        self, prompts: Sequence[tuple[PromptExample, int]], adapter: int | None, options: SamplingOptions
-    ) -> list[str]:
-        """Add a request for each prompt with its seed, and return their names."""
-        numbers = self.llm.enqueue(
-            [_tokens(prompt) for prompt, _ in prompts],
-            [self._parameters(seed, options) for _, seed in prompts],
-            use_tqdm=False,
-            lora_request=_adapter(adapter),
-        )
-        # vLLM adds a random part to the number of the request: 7-1c9e04f2.
-        return [number.partition("-")[0] for number in numbers]
-
     def _parameters(self, seed: int, options: SamplingOptions) -> Any:
         from vllm import SamplingParams
 

@@ -57,10 +57,6 @@ class StageSpec:
         """Scratch folders of the attempts."""
         return self.home.work(self.stage, self.key)
 
-    @property
-    def rollout_cache(self) -> Path:
-        """Rollouts of the unfinished step, which later attempts on this machine reuse."""
-        return self.home.rollout_cache(self.stage, self.key)
 
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""

@@ -341,8 +341,6 @@ def _with_ranks(ppo: PPOConfig, colocate: str, ranks: int | None) -> PPOConfig:
         values["critic_deepspeed"] = ppo.critic_deepspeed.model_copy(update={"ranks": ranks})
         if not ppo.uses_critic and ppo.uses_reward_model:
             values["reward_ranks"] = ranks
-        if ppo.weight_sync.senders != "auto" and ppo.weight_sync.senders > ranks:
-            sync["senders"] = "auto"
     values["weight_sync"] = ppo.weight_sync.model_copy(update=sync)
     return ppo.model_copy(update=values)
 

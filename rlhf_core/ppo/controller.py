@@ -43,7 +43,7 @@ from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_responses, reward_metrics
-from rlhf_core.ppo.sampling.schedule import RolloutCache, rollouts_of
+from rlhf_core.ppo.sampling.schedule import rollouts_of
 from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
@@ -51,7 +51,7 @@ from rlhf_core.ppo.watching.advice import Advice
 from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
 from rlhf_core.ppo.watching.step_checks import StepChecks, SyncCheck
-from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation
+from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation, sync_metrics
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext
@@ -105,8 +105,7 @@ class PPOController:
         self._own_advantages = own_advantages
         seed = derive_seed(settings.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
-        cache = RolloutCache(context.rollout_cache or context.scratch, prompts, fleet)
-        self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector, cache)
+        self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector)
         self._sync_check: SyncCheck | None = None
         if ppo.staleness and ppo.weight_sync.canary:
             self._sync_check = SyncCheck(ppo, fleet, prompts, decode, composer, seed)
@@ -123,14 +122,10 @@ class PPOController:
         speed of the machine, or on settings that are not part of the stage's key. The digest of the artifact
         must not.
         """
-        self._scores: dict[int, float] = {}
-        """Scores of the checkpoints by step. The score of a checkpoint is known after its policy has sampled
-        the rollouts of the next step. With evaluations, it is that of the evaluation.
-        """
         self._evaluation = evaluation
         self.selection = Selection(ppo)
         """The evaluations so far, and the best version."""
-        self._checks = StepChecks(ppo, lambda: context.checkpoints.best(self._scores))
+        self._checks = StepChecks(ppo, context.checkpoints.best)
         self._utilisation = Utilisation(settings, fleet)
         self._steps_since_sync = StepsSinceSync()
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
@@ -144,10 +139,6 @@ class PPOController:
         self._checkpoint_every = checkpoint_interval(
             ppo.checkpoint_every, ppo.evaluation_interval, ppo.sync_every
         )
-        self._last_checkpoint_step = 0
-        """Step after which another attempt would continue."""
-        self._previous_checkpoint_step = 0
-        """Step of the checkpoint before that. With `ppo.staleness` its score may still be unknown."""
 
     # -- the loop --
 
@@ -197,7 +188,6 @@ class PPOController:
             self._fleet.forget_prefixes("the held-out prompts")
         if self.selection.add(version, found) and self._ppo.publish == "best":
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
-        self._scores = self.selection.scores()
         self._utilisation.begin()
         self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
@@ -216,11 +206,11 @@ class PPOController:
             batch = self.collect()
         failpoint("ppo.after_rollout")
         self._last_batch = batch
+        # Before the scoring, so that the engines sample during scoring and training.
         self._rollouts.start(self.completed_steps)
         with self._timed("scoring"):
             experience = self.score(batch)
         failpoint("ppo.after_scoring")
-        self._record_score(experience.metrics, batch.version)
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
         self.completed_steps = step
@@ -229,7 +219,7 @@ class PPOController:
             self._sync_after_step()
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, "samples", step)
-        if not batch.from_cache and not self._ppo.staleness:
+        if not self._ppo.staleness:
             tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
         self._timings["timing/step"] = time.monotonic() - started
@@ -278,7 +268,7 @@ class PPOController:
         return {
             "sync/share": steps.timings["timing/sync"] / seconds,
             "checkpoint/share": self._checkpoint_seconds / (self._checkpoint_seconds + every),
-            **self._utilisation.measure(steps, [batch for batch in sampled if not batch.from_cache]),
+            **self._utilisation.measure(steps, sampled),
         }
 
     # -- steps of the loop --
@@ -332,18 +322,6 @@ class PPOController:
         experience.metrics.update(reward_metrics(ppo, batch, batch.rewards, kl))
         return experience
 
-    def _record_score(self, metrics: Metrics, version: int) -> None:
-        """Store the score of policy `version`, which sampled the rollouts of this step, if it is that of a
-        checkpoint.
-        """
-        if self._evaluation is not None:
-            return
-        score = metrics.get("objective/net_score", math.nan)
-        checkpoints = (self._last_checkpoint_step, self._previous_checkpoint_step)
-        # Without checkpoints both steps are 0, which is the SFT model.
-        if version > 0 and version in checkpoints and math.isfinite(score):
-            self._scores.setdefault(version, score)  # with more staleness, a version samples several steps
-
     def _train(self, batch: RolloutBatch, experience: Experience, step: int) -> Metrics:
         """Update the models and the KL controller, and return the metrics; {} if the step is skipped.
 
@@ -373,7 +351,7 @@ class PPOController:
     def sync(self) -> int:
         """Send the weights to all engines and return the version that they acknowledged."""
         report = self._fleet.sync(self.completed_steps)
-        self._timings |= self._utilisation.sync_metrics(report)
+        self._timings |= sync_metrics(report)
         return report.version
 
     def _compare_engines(self) -> None:
@@ -441,7 +419,7 @@ class PPOController:
         unsharded = sum(part for _, part in per_role)
         tokens = sum(batch.token_bytes for batch in self._rollouts.finished)
         with new_checkpoint(
-            self._context, scratch, step, size, unsharded=unsharded, own=tokens, late_scores=self._scores
+            self._context, scratch, step, size, self.selection.score(step), unsharded=unsharded, own=tokens
         ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained_roles:
@@ -451,9 +429,7 @@ class PPOController:
             shutil.copy(self._metrics_file, folder / "metrics.jsonl")
             state = {
                 "done": step,
-                "previous_checkpoint": self._last_checkpoint_step,
                 "kl": self._kl.state_dict(),
-                "scores": {str(step): score for step, score in self._scores.items()},
                 **self._checks.state_dict(),
                 **self._warmup.state_dict(),
             }
@@ -461,7 +437,6 @@ class PPOController:
                 state["selection"] = self.selection.state_dict()
                 state["evaluation"] = self._evaluation.state_dict()
             (folder / "controller.json").write_text(json.dumps(state))
-        self._previous_checkpoint_step, self._last_checkpoint_step = self._last_checkpoint_step, step
         self._checkpoint_seconds = time.monotonic() - started
         failpoint("ppo.after_checkpoint")
 
@@ -479,12 +454,10 @@ class PPOController:
             )
         self._fleet.wait(loading, "the checkpoint to load")
         state = json.loads((folder / "controller.json").read_text())
-        self.completed_steps = self._last_checkpoint_step = int(state["done"])
-        self._previous_checkpoint_step = int(state["previous_checkpoint"])
+        self.completed_steps = int(state["done"])
         self._checks.load_state_dict(state)
         self._warmup.load_state_dict(state)
         self._kl.load_state_dict(state["kl"])
-        self._scores = {int(step): float(score) for step, score in state["scores"].items()}
         if self._evaluation is not None:
             self.selection.load_state_dict(state["selection"])
             self._evaluation.load_state_dict(state["evaluation"])

@@ -133,7 +133,8 @@ def ask_service(
             in_row = 0
             keep(question, reply)
 
-    poster = Poster(field, api_key(settings, field), "correct the key in api_key_env", "correct url or model")
+    key = api_key(settings, field)
+    poster = Poster(field, [url], key, "correct the key in api_key_env", "correct url or model")
     with closing(poster), request_threads(settings.concurrency) as threads:
         for asked in as_completed([threads.submit(ask, question) for question in questions]):
             asked.result()

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from rlhf_core.config.allowed_hosts import forbidden, host_of, is_public
 from rlhf_core.config.keys import sources_read
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import (
@@ -27,10 +26,11 @@ from rlhf_core.config.rewards import (
     RemoteReward,
     UserFunction,
 )
+from rlhf_core.config.server_url import host_of
 from rlhf_core.errors import ConfigError, Finding, guarded
 from rlhf_core.pipeline import STAGES
 from rlhf_core.rewards.chat_service import api_key, read_rubric
-from rlhf_core.rewards.post import reward_token
+from rlhf_core.rewards.post import clear_text_problem, reward_token
 from rlhf_core.system.files import unfit
 
 
@@ -60,7 +60,7 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
     if isinstance(source, PythonReward):
         yield from _function(source, field)
     elif isinstance(source, RemoteReward):
-        yield from _hosts(config, source.urls, source.allowed_hosts, f"{field}.urls", reward_token())
+        yield from _services(source.urls, f"{field}.urls", reward_token())
     elif isinstance(source, LanguageModelReward):
         try:
             if source.rubric is not None:
@@ -86,41 +86,26 @@ def check_chat_service(config: PipelineConfig, settings: ChatServiceConfig, fiel
             yield error
     # Where the stage runs elsewhere, the key is not known here.
     sent = key or settings.api_key_env
-    yield from _hosts(config, (str(settings.url),), settings.allowed_hosts, f"{field}.url", sent)
+    yield from _services((str(settings.url),), f"{field}.url", sent)
 
 
 def _has_other_prompts(config: PipelineConfig) -> bool:
     return any(part.path != "synthetic" for part in config.data.prompts)
 
 
-def _hosts(
-    config: PipelineConfig, urls: Sequence[str], allowed_hosts: Sequence[str], field: str, token: str | None
-) -> Iterator[Finding]:
-    """Check that the hosts of `urls` can be found, and are public or in `allowed_hosts`, and that no `token`
-    is sent in clear text to a public address. `field` is the name of the urls.
+def _services(urls: Sequence[str], field: str, token: str | None) -> Iterator[Finding]:
+    """Check that the hosts of `urls` can be found, and that no `token` is sent in clear text to a public
+    address. `field` is the name of the urls.
     """
     for url in urls:
-        host = host_of(url)
         try:
-            entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            socket.getaddrinfo(host_of(url), None)
         except OSError as error:
             # No error: the stage that needs it may run on another host.
-            user = "PPO" if field.startswith("ppo.") and config.ppo.enabled else "the evaluation"
-            yield f"{field}: {host} cannot be found from here ({error}); {user} will need it"
+            yield f"{field}: {host_of(url)} cannot be found from here ({error}); its stage will need it"
             continue
-        addresses = [str(entry[4][0]) for entry in entries]
-        address = forbidden(host, addresses, allowed_hosts)
-        if address is not None:
-            yield ConfigError(
-                f"{field}: must lead to public addresses or to listed ones; got {host}, which is"
-                f" {address}; if that is meant, add the address or its network to"
-                f" {field.rpartition('.')[0]}.allowed_hosts"
-            )
-        elif token and url.startswith("http:") and any(map(is_public, addresses)):
-            yield ConfigError(
-                f"{field}: must be https where a token is sent to a public address; got http for {host}; use"
-                " https"
-            )
+        if token and (problem := clear_text_problem(url)):
+            yield ConfigError(f"{field}: {problem}")
 
 
 def _function(source: UserFunction, field: str) -> Iterator[Finding]:

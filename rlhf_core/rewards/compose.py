@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -148,7 +149,8 @@ class RewardComposer:
         self._sources = sources
         self._score_clip = score_clip
         self._external: dict[str, PythonFunction | RemoteService | LanguageModelGrades] = {}
-        try:
+        # If one source cannot be used, those before it may have started processes.
+        with ExitStack() as started:
             for source in sources:
                 name = source_name(source)
                 digest = None if digests is None else digests.get(name)
@@ -158,10 +160,10 @@ class RewardComposer:
                     self._external[name] = RemoteService(source)
                 elif isinstance(source, LanguageModelReward):
                     self._external[name] = LanguageModelGrades(source, digest, replies)
-        except BaseException:
-            # The sources before the one that failed may have started processes.
-            self.close()
-            raise
+                else:
+                    continue
+                started.callback(self._external[name].close)
+            started.pop_all()
 
     def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
         """Return the scores of a batch.

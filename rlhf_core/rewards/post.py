@@ -1,7 +1,6 @@
 """POST requests of JSON to reward services and judges, and the token of reward services.
 
-Redirects are not followed, and proxies of the environment are not used. `rewards.check` compares the
-addresses of the host with `allowed_hosts` before the start.
+Redirects are not followed, and proxies of the environment are not used.
 
 status of the answer                          what `Poster.ask` does
 200                                           returns the body
@@ -16,15 +15,18 @@ import json
 import os
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
+from rlhf_core.config.server_url import host_of
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.failures import Failure, Refused
+from rlhf_core.system.serving import has_public_address
 
 TOKEN_VARIABLE = "RLHF_REWARD_TOKEN"
 _MIN_CHARACTERS = 16
@@ -68,6 +70,16 @@ def fits_header(token: str) -> bool:
     return token.isascii() and token.isprintable() and " " not in token
 
 
+def clear_text_problem(url: str) -> str | None:
+    """Return why no token may be sent to `url`; None for https, and for hosts that have private addresses
+    only or that cannot be found.
+    """
+    host = host_of(url)
+    if urlsplit(url).scheme == "https" or not has_public_address(host):
+        return None
+    return f"must be https where a token is sent to a public address; got http for {host}; use https"
+
+
 @contextmanager
 def request_threads(count: int) -> Iterator[ThreadPoolExecutor]:
     """Return threads for requests. After an error, requests that have not begun are not sent."""
@@ -84,12 +96,22 @@ class Poster:
 
     Args:
         name: Who asks, for messages.
+        urls: The addresses that are asked.
         token: Is sent in the header `Authorization`; None for none.
         token_fix: What the user does about a missing or wrong token.
         other_fix: What the user does about a status without a fix of its own.
+
+    Raises:
+        ConfigError: The token would be sent in clear text to a public address.
     """
 
-    def __init__(self, name: str, token: str | None, token_fix: str, other_fix: str) -> None:
+    def __init__(
+        self, name: str, urls: Sequence[str], token: str | None, token_fix: str, other_fix: str
+    ) -> None:
+        # Here and not only before the run: a token may be known on the cluster alone.
+        for url in urls if token else ():
+            if problem := clear_text_problem(url):
+                raise ConfigError(f"{name}: its url {problem}")
         self.name, self._token_fix, self._other_fix = name, token_fix, other_fix
         # Not compressed: `iter_raw` below, whose bytes are counted, does not decompress.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}

@@ -1,8 +1,9 @@
 """Runs a user's reward function in a separate process, so that slow, crashing or hanging functions do not
 affect PPO.
 
-    with PythonFunction(source) as function:    starts the process and loads the function
-        outcome = function(samples)             values, and reasons for missing ones, after the retries
+    function = PythonFunction(source)    starts the process and loads the function
+    outcome = function(samples)          values, and reasons for missing ones, after the retries
+    function.close()
 
 The module of the function is read once, and all its processes use this content. Later edits during the run
 have no effect. Modules that it imports are read by each process. If a batch exceeds `timeout` seconds or the
@@ -25,7 +26,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rlhf_core.config.rewards import PythonReward, UserFunction
 from rlhf_core.errors import ConfigError, InputError, RewardError
@@ -98,12 +99,6 @@ class PythonFunction:
             self._exit_status()
             # Also if the process has ended, because those that the function started may still run.
             self._kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _once(self, samples: Sequence[RewardInput]) -> Outcome:
         if self._process is None:

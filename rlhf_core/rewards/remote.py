@@ -130,6 +130,7 @@ class RemoteService:
         self._replicas = ReplicaPool(source)
         self._poster = Poster(
             f"reward {source.used_name}",
+            source.urls,
             reward_token(),
             f"give its token by {TOKEN_VARIABLE}",
             "correct the path of the url",

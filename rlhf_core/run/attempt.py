@@ -249,7 +249,6 @@ class _Attempt:
         failpoint("stage.published")
         # Only now. If a kill prevents it, `PipelineRun.remove_leftovers` does it at the next reuse.
         checkpoints.clear()
-        shutil.rmtree(spec.rollout_cache, ignore_errors=True)
         return ref
 
     def _nodes(self, artifacts: ArtifactStore) -> ClusterNodes:
@@ -296,7 +295,6 @@ class _Attempt:
             stop=self.stop,
             monitor=self.monitor,
             nodes=nodes,
-            rollout_cache=spec.rollout_cache,
             sources=spec.sources,
         )
         failpoint("stage.fetched")

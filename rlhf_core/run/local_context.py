@@ -112,18 +112,15 @@ class FolderCheckpoints(Checkpoints):
         step: int,
         folder: Path,
         score: float | None = None,
-        *,
-        late_scores: Mapping[int, float] | None = None,
     ) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         shutil.move(folder, self._path(step))
         self.scores[step] = score
-        self.scores.update(late_scores or {})
 
     @override
-    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
+    def best(self) -> str | None:
         best_step, best_score = None, -math.inf
-        for step, score in {**self.scores, **(late_scores or {})}.items():
+        for step, score in self.scores.items():
             if score is not None and score > best_score:
                 best_step, best_score = step, score
         return None if best_step is None else str(self._path(best_step))

@@ -203,8 +203,7 @@ class PipelineRun:
                 outbox.discard_all(artifact_prefix(spec.stage, spec.key))
             if self.config.run.executor_of(spec.stage) != "local":
                 delete_jobs(self.store, spec)
-        for folder in (spec.rollout_cache, spec.work):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(spec.work, ignore_errors=True)
 
     def log_file(self, stage: StageName) -> Path:
         """Create and return a log file for the next attempt at `stage`."""

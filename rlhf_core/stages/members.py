@@ -239,8 +239,6 @@ class _MemberCheckpoints(Checkpoints):
         step: int,
         folder: Path,
         score: float | None = None,
-        *,
-        late_scores: Mapping[int, float] | None = None,
     ) -> None:
         if self.finished.members:
             self.finished.save(folder / _FOLDER)
@@ -248,8 +246,8 @@ class _MemberCheckpoints(Checkpoints):
         # of two members do not say which checkpoint is better.
         self.inner.save(self.offset + step, folder)
 
-    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
-        return self.inner.best(late_scores)
+    def best(self) -> str | None:
+        return self.inner.best()
 
 
 @dataclass(frozen=True)

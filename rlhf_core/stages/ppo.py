@@ -119,7 +119,7 @@ def _started(
         Home.of(config.run.home).judge,
         config.run.threads,
     )
-    with fleet, open_rewards(fleet, rewards, context.scratch) as composer:
+    with fleet, open_rewards(fleet, rewards) as composer:
         context.progress("ppo start", processes, processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
         evaluation = None

@@ -68,7 +68,6 @@ class CheckpointBody(BaseModel):
 
     step: int
     score: float | None = None
-    known_scores: dict[str, float] = {}
     seconds: float = 0.0
     made_with: dict[str, str] = {}
     settings: dict[str, str] = {}
@@ -251,8 +250,6 @@ class CheckpointStore:
         step: int,
         folder: Path,
         score: float | None = None,
-        *,
-        late_scores: Mapping[int, float] | None = None,
     ) -> None:
         """Commit a local folder as the checkpoint of `step`. The folder is consumed.
 
@@ -264,7 +261,6 @@ class CheckpointStore:
             step: The step, which no committed checkpoint has.
             folder: Local folder with the files.
             score: Higher is better, for `keep_best`.
-            late_scores: Scores of earlier checkpoints, by step, that were determined after those were saved.
         """
         started = self._clock()
         # With an outbox, the checkpoint is on the local disk before the store is asked for anything.
@@ -280,7 +276,6 @@ class CheckpointStore:
             "step": step,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "score": score if score is not None and math.isfinite(score) else None,
-            "known_scores": {str(step): score for step, score in (late_scores or {}).items()},
             "seconds": round(self.seconds, 1),
             "made_with": _made_with(),
             "settings": self._settings,
@@ -300,12 +295,9 @@ class CheckpointStore:
         megabytes = sum(entry.size for entry in files) / 1e6
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, self._clock() - started)
 
-    def best(self, late_scores: Mapping[int, float] | None = None) -> str | None:
-        """Return the address of the checkpoint with the highest score, or None if none has a score.
-
-        `late_scores` is as in `save`.
-        """
-        scored = self._scored(self._steps(), late_scores or {})
+    def best(self) -> str | None:
+        """Return the address of the checkpoint with the highest score, or None if none has a score."""
+        scored = self._scored(self._steps())
         return self._store.uri(self._prefix(max(scored)[1])) if scored else None
 
     def finish(self, seconds: float = LAST_SECONDS) -> None:
@@ -459,9 +451,8 @@ class CheckpointStore:
         newest, older = steps[:keep], steps[keep:]
         if len(newest) < keep:
             return
-        # From all manifests, because a later one can have the score of an older checkpoint.
-        scored = [(score, step) for score, step in self._scored(steps, {}) if step in older]
-        best = {step for _, step in sorted(scored, reverse=True)[: self._store_settings.keep_best]}
+        scored = sorted(self._scored(older), reverse=True)
+        best = {step for _, step in scored[: self._store_settings.keep_best]}
         # Later files without a manifest may be an upload of this attempt.
         deleted = [s for s in self._steps(committed=False) if s < newest[-1] and s not in best]
         for step in deleted:
@@ -469,33 +460,22 @@ class CheckpointStore:
         if deleted:
             log.info("checkpoints kept: steps %s; removed: %d", sorted({*newest, *best}), len(deleted))
 
-    def _scored(self, steps: list[int], late_scores: Mapping[int, float]) -> list[tuple[float, int]]:
-        """Return (score, step) of the checkpoints with a readable manifest and a score.
-
-        A score is stored in the checkpoint's own manifest, in a later manifest or in `late_scores`.
-        """
+    def _scored(self, steps: list[int]) -> list[tuple[float, int]]:
+        """Return (score, step) of the checkpoints with a readable manifest and a score."""
+        scored: list[tuple[float, int]] = []
         # Scores are not used then, and no manifest need be read.
         if self._store_settings.keep_best == 0:
-            steps = []
-        own: dict[int, float] = {}
-        later: dict[int, float] = {}
-        readable = set()
+            return scored
         for step in steps:
             try:
                 manifest = self._read(step)
             except CorruptArtifact as error:
                 self._mark_damaged(step, error)
                 continue
-            if manifest is None:
-                continue
-            readable.add(step)
-            score = manifest.body.get("score")
+            score = None if manifest is None else manifest.body.get("score")
             if isinstance(score, float):
-                own[step] = score
-            for earlier, earlier_score in manifest.body.get("known_scores", {}).items():
-                later[int(earlier)] = earlier_score
-        scores = own | later | dict(late_scores)
-        return [(score, step) for step, score in scores.items() if step in readable]
+                scored.append((score, step))
+        return scored
 
     def _prefix(self, step: int) -> str:
         return f"{self._root}/step-{step:08d}"

@@ -14,9 +14,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_core.config.allowed_hosts import server_problem
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, scrubbed, shown
+from rlhf_core.config.server_url import server_problem
 from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
 from rlhf_core.storage.backend import Backend
 from rlhf_core.storage.local import LocalFiles

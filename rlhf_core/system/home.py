@@ -5,7 +5,6 @@ home/
 │                            `rlhf tune`
 ├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
 ├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see held_folders.py
-├── journal/<stage>-<key>/   rollouts of the unfinished PPO step, which outlive an attempt
 ├── stacks/                  Python stacks of processes that stalled
 ├── references/              versions that references of unfinished runs stand for
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
@@ -54,7 +53,7 @@ def default_home() -> str:
     return os.environ.get(HOME_OF_RUNS) or ".rlhf"
 
 
-_MAY_BE_LINKS = ("work", "journal", "cache", "outbox")
+_MAY_BE_LINKS = ("work", "cache", "outbox")
 """Folders in `run.home` that may be links to another disk."""
 
 
@@ -180,13 +179,6 @@ class Home:
     def work(self, stage: str, key: str) -> Path:
         """Return the folder for scratch files of the attempts at a stage key."""
         return self.works / f"{stage}-{key}"
-
-    def rollout_cache(self, stage: str, key: str) -> Path:
-        """Return the folder for rollouts, which outlives an attempt at a stage key.
-
-        It is called `journal`, its earlier name, so that existing homes stay valid.
-        """
-        return self.path / "journal" / f"{stage}-{key}"
 
     def stacks(self, stage: str, key: str, attempt: int) -> Path:
         """Return the folder for the Python stacks of the processes of an attempt."""

@@ -134,3 +134,14 @@ class KeyOnly:
             return False
         scheme, _, key = given[0].partition(b" ")
         return scheme.lower() == b"bearer" and secrets.compare_digest(key, self._key)
+
+
+def has_public_address(host: str) -> bool:
+    """Return whether a host has an address on the public internet; False if it cannot be found."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    # A zone follows a link-local address.
+    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
+    return any(ipaddress.ip_address(address).is_global for address in addresses)

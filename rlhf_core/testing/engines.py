@@ -131,32 +131,6 @@ class ScriptedEngine(Engine):
         return rollouts
 
     @override
-    def generate_from(
-        self,
-        take: Callable[[int], Sequence[tuple[PromptExample, int]]],
-        *,
-        policy_version: int,
-        adapter: int | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> list[list[Rollout]]:
-        """Take one prompt after another, and return `n` rollouts for each.
-
-        Args:
-            take: Returns prompts with their seeds; none if there are no more.
-            policy_version: As for `generate`.
-            adapter: As for `generate`.
-            options: As for `generate`.
-        """
-        sampled = []
-        while taken := take(1):
-            for prompt, seed in taken:
-                rollouts = self.generate(
-                    [prompt], seeds=[seed], policy_version=policy_version, adapter=adapter, **options
-                )
-                sampled.append(rollouts)
-        return sampled
-
-    @override
     def choose(self, prompts: Sequence[Sequence[int]], choices: Sequence[int]) -> list[int]:
         """Return the first token of the reply to each prompt. The prompt of its request has only tokens."""
         self._check_awake()

@@ -25,7 +25,7 @@ from rlhf_core.config.placement import Group, PPOSettings, Role
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import RLHFError, WorkerDied
-from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
+from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.placement import Placement, assign
@@ -234,22 +234,6 @@ class ScriptedEngineActor(EngineActor):
     def start_engine(self) -> None:
         """Do nothing: the engine is loaded."""
 
-    @override
-    def _fetch(self, call: Pending[R]) -> R:
-        [result] = ScriptedActorClient().fetch([call], self._settings.run.timeouts.sync)
-        return result
-
-
-class ScriptedQueue(PromptQueue):
-    """The queue of prompts, without a process."""
-
-    def __init__(self, participant: ParticipantSpec | None = None) -> None:
-        # Not the constructor of the base class, which registers the process.
-        self.participant = participant or _participant("scripted queue")
-        self.counters = Counter()
-        self._left = {}
-        self._share = {}
-
 
 class ScriptedRewards(RewardActor):
     """An actor that scores with reward sources, without a process."""
@@ -258,8 +242,6 @@ class ScriptedRewards(RewardActor):
         # Not the constructor of the base class, which registers the process.
         self.participant = participant or _participant("scripted rewards")
         self.counters = Counter()
-        self._batch = None
-        self._inputs = {}
 
 
 # -- fleet --
@@ -317,8 +299,6 @@ class ScriptedFleet(Fleet):
         self.engine_actors = engines
         settings = config.ppo.engine.model_copy(update={"count": len(engines)})
         self.engines = ScriptedEnginePool(self._start_engine, settings, self.client)
-        self.queues: list[ScriptedQueue] = []
-        """Queues that were started."""
         self.node_ids = ["host"]
         """What `nodes` returns."""
         self.rewards: list[ScriptedRewards] = []
@@ -366,13 +346,8 @@ class ScriptedFleet(Fleet):
 
     @override
     def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
-        helper: Actor
-        if issubclass(kind, PromptQueue):
-            helper = ScriptedQueue(_participant(name))
-            self.queues.append(helper)
-        else:
-            helper = ScriptedRewards(_participant(name))
-            self.rewards.append(helper)
+        helper = ScriptedRewards(_participant(name))
+        self.rewards.append(helper)
         return scripted_actor(helper)
 
     # -- calls --

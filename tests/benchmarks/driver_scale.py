@@ -48,12 +48,12 @@ from rlhf_core.config.placement import PPOSettings, plan
 from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet, WorkerGroup
-from rlhf_core.ppo.sampling.reward_actor import ResponseRows, RewardSettings, Scored, open_rewards
+from rlhf_core.ppo.sampling.reward_actor import ResponseRows, RewardSettings, open_rewards
 from rlhf_core.ppo.training.batch import ModelScores, RolloutHeader, SentShare
 from rlhf_core.ppo.training.experience import ResponseSums
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import ExperienceInputs
-from rlhf_core.rewards.compose import RewardBatch, source_name
+from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor, Participant, register
 from rlhf_core.system.processes import ProcessId
@@ -178,21 +178,12 @@ class _Engines:
 class _Rewards:
     """Scores with rules."""
 
-    def __init__(self) -> None:
-        self._rows = 0
+    def open(self, settings: RewardSettings) -> None:
+        self._sources = [source.used_name for source in settings.sources]
 
-    def open(self, settings: RewardSettings, _process: str | None) -> None:
-        self._sources = [source_name(source) for source in settings.sources]
-
-    def read(self, part: ResponseRows, *_chunks: Any) -> None:
-        self._rows += len(part.rows)
-
-    def score(self, _batch: int, _count: int, _model_scores: Any) -> Scored:
-        values, self._rows = np.random.default_rng(0).normal(size=self._rows).tolist(), 0
-        return Scored(RewardBatch(values, {name: list(values) for name in self._sources}), None, [])
-
-    def close(self) -> None:
-        """Do nothing."""
+    def score(self, part: ResponseRows, *_chunks: Any) -> RewardBatch:
+        values = np.random.default_rng(0).normal(size=len(part.prompts)).tolist()
+        return RewardBatch(values, {name: list(values) for name in self._sources})
 
 
 def configuration(ranks: int, responses: int, tokens: int, *, rules: bool) -> PipelineConfig:
@@ -247,7 +238,6 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     settings = RewardSettings(config.ppo.rewards, str)
     with tempfile.TemporaryDirectory() as folder, open_rewards(fleet, settings) as composer:
         controller: Any = PPOController(fleet, prompts, str, composer, local_context(Path(folder)))
-        controller._rollouts.checkpointed = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads 16 responses
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         controller.iterate()  # imports, and the first use of everything

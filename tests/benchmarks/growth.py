@@ -410,7 +410,6 @@ def step_seconds(
         mock.patch.object(controller_module, "time", clock),
     ):
         controller: Any = PPOController(fleet, prompts, str, composer, local_context(Path(folder)))
-        controller._rollouts.checkpointed = -1  # the cache of rollouts is not part of every step
         controller._log_samples = lambda *_args: None  # reads responses
         durations: list[float] = [controller.iterate()["timing/step"] for _ in range(measured.stop)]
     return statistics.mean(durations[measured.start :])

@@ -4,7 +4,7 @@ The model of `ppo_iteration.py`. "bare" is vLLM's `LLM.generate` on all engines 
 its share of the prompts, without log-probabilities, seeds and text. "seeds" and "seeds, logprobs" are the
 same with a part of the sampling parameters of a rollout, and with all of them; vLLM's own code returns the
 log-probabilities. "rollout" is what a step of PPO waits for: the call of the engines, the transfer, and the
-batch. "rollout, queue" is that with `ppo.engine.dispatch=queue`.
+batch.
 
 `--eos-share 0.02` ends responses at random, after 50 tokens on average.
 """
@@ -136,21 +136,13 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     ):
         fleet.sync(0)
         bench = Bench(args, fleet, prompts)
-        queue = config.ppo.engine.model_copy(update={"dispatch": "queue"})
-        collectors = [
-            Collector(ppo, fleet, prompts, lambda ids: "", composer, 0)
-            for ppo in (config.ppo, config.ppo.model_copy(update={"engine": queue}))
-        ]
-
-        def rollout(collector: Collector, step: int) -> int:
-            return int(collector.collect(step, 0).lengths_B.sum())
+        collector = Collector(config.ppo, fleet, prompts, lambda ids: "", composer, 0)
 
         ways: dict[str, Callable[[int], int]] = {
             "bare": lambda _: bench.bare(),
             "seeds": lambda _: bench.bare(seeds=True),
             "seeds, logprobs": lambda _: bench.bare(seeds=True, logprobs=0, flat_logprobs=True),
-            "rollout": lambda step: rollout(collectors[0], step),
-            "rollout, queue": lambda step: rollout(collectors[1], step),
+            "rollout": lambda step: int(collector.collect(step, 0).lengths_B.sum()),
         }
         rows = []
         for step in range(1, args.rounds + 2):

@@ -306,22 +306,14 @@ def _engine(
 
 
 def _wrong_rollouts(engine: Any, vocabulary: int) -> Iterator[str]:
-    """Sample at once, and from a queue."""
+    """Sample at two temperatures."""
     from rlhf_core.types import PromptExample
 
     prompts = [PromptExample(f"p{i}", "", (1, *range(3, 15 + 2 * i))) for i in range(4)]
-    seeded = [(prompt, seed) for seed, prompt in enumerate(prompts)]
     for temperature in (1.0, 0.7):
         how = {"n": 2, "max_new_tokens": 20, "temperature": temperature}
         rollouts = engine.generate(prompts, seeds=range(4), policy_version=0, **how)
         yield from _wrong_numbers(rollouts, vocabulary, temperature)
-        left = list(seeded)
-        groups = engine.generate_from(
-            lambda most, left=left: [left.pop() for _ in range(min(most, 2, len(left)))],
-            policy_version=0,
-            **how,
-        )
-        yield from _wrong_numbers([each for group in groups for each in group], vocabulary, temperature)
 
 
 def _wrong_numbers(rollouts: Sequence[Any], vocabulary: int, temperature: float) -> Iterator[str]:

@@ -39,10 +39,9 @@ MODELS: dict[str, dict[str, Any]] = {
 """vLLM pads experts of 48 rows on the CPU."""
 POLICY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
-    # Two senders, each with its part of tensors that its shards do not have.
     "mixtral": {
         "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
-        "weight_sync": {"senders": 2, "backend": "gloo"},
+        "weight_sync": {"backend": "gloo"},
     },
 }
 

@@ -90,7 +90,7 @@ def rollouts(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == f"json: {out}"
     found = json.loads(out.read_text())
-    assert list(found["rollout"]) == ["bare", "seeds", "seeds, logprobs", "rollout", "rollout, queue"]
+    assert list(found["rollout"]) == ["bare", "seeds", "seeds, logprobs", "rollout"]
     for name, row in found["rollout"].items():
         assert min(row.values()) > 0
         assert f"│ {name} │ {row['tokens_per_s']:.0f} │" in " ".join(shown.split())

@@ -1,6 +1,6 @@
 """PPO over several ranks and engines: Ray, vLLM and DeepSpeed for real.
 
-- two policy ranks under ZeRO-3 that both send their shards, and two engines, at a temperature other than 1:
+- two policy ranks under ZeRO-3 and two engines, at a temperature other than 1:
   after each sync, engines and trainer give the same tokens the same log-probabilities, to 1e-4 in float32
 - every rollout carries the version that was acknowledged last
 - beyond loopback only Ray's own sockets listen, and who comes without the token of this run is refused
@@ -54,7 +54,6 @@ def test_an_altered_tensor_is_detected_by_its_checksum(
             "minibatches": 3,
             "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
             "engine": {"count": 2},
-            "weight_sync": {"senders": 2},
         },
     )
     with small_ppo(config, model, tmp_path, small_prompts()) as controller:

@@ -14,6 +14,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def by_text(file: Path) -> Iterator[PythonFunction]:
-    with PythonFunction(source(file, "by_text", timeout=0.5, retries=0)) as function:
+    with closing(PythonFunction(source(file, "by_text", timeout=0.5, retries=0))) as function:
         yield function
 
 
@@ -100,15 +101,15 @@ def wait_until_gone(pid: int) -> bool:
 
 
 def test_it_returns_one_float_per_response_and_may_print(file: Path) -> None:
-    with PythonFunction(source(file, "lengths")) as function:
+    with closing(PythonFunction(source(file, "lengths"))) as function:
         assert function([sample("four"), sample("to", bonus=10)]).values == [4.0, 12.0]
         assert function([]).values == []
 
 
 def test_arrays_count_and_state_lives_on_between_batches(file: Path) -> None:
-    with PythonFunction(source(file, "array")) as function:
+    with closing(PythonFunction(source(file, "array"))) as function:
         assert function([sample("a"), sample("b")]).values == [0.0, 1.0]
-    with PythonFunction(source(file, "counting")) as function:
+    with closing(PythonFunction(source(file, "counting"))) as function:
         first, second = (function([sample("a"), sample("b")]).values for _ in range(2))
     assert (first[0], second[0]) == (1.0, 2.0)
     assert first[1] == second[1] != os.getpid()
@@ -147,7 +148,8 @@ def test_bad_sample_is_found_and_others_keep_values(by_text: PythonFunction, tex
 def test_hanging_sample_is_searched_for_only_with_mask(file: Path, tmp_path: Path) -> None:
     batch = [sample("hang", pid=str(tmp_path / "pid")), sample("good")]
     for on_error, failed in (("mask", [0]), ("abort", [0, 1])):
-        with PythonFunction(source(file, "by_text", timeout=0.7, retries=0, on_error=on_error)) as function:
+        hanging = source(file, "by_text", timeout=0.7, retries=0, on_error=on_error)
+        with closing(PythonFunction(hanging)) as function:
             assert list(function(batch).reasons) == failed
 
 
@@ -159,7 +161,7 @@ def test_hanging_function_is_killed_with_its_children(by_text: PythonFunction, t
 
 
 def test_a_process_that_dies_once_is_started_again(file: Path, tmp_path: Path) -> None:
-    with PythonFunction(source(file, "flaky")) as function:
+    with closing(PythonFunction(source(file, "flaky"))) as function:
         assert function([sample("a", marker=str(tmp_path / "marker"))]).values == [1.0]
 
 
@@ -185,7 +187,7 @@ def test_an_edit_during_the_run_changes_nothing(
     one = PythonReward(
         type="python", function="edited_reward:f", file=str(module) if by_file else None, retries=0
     )
-    with PythonFunction(one, hashlib.sha256(code.encode()).hexdigest()) as function:
+    with closing(PythonFunction(one, hashlib.sha256(code.encode()).hexdigest())) as function:
         module.write_text(code.replace("1.0", "2.0"))
         assert function([sample("die")]).reasons
         assert function([sample("a")]).values == [1.0]

@@ -113,7 +113,7 @@ def _calls_the_context(rank: Any, context: StageContext | None) -> str:
     folder = context.scratch / "checkpoint"
     context.checkpoints.prepare(3, folder, 100)
     (folder / "state").write_text("7")
-    context.checkpoints.save(3, folder, -0.5, late_scores={2: -0.7})
+    context.checkpoints.save(3, folder, -0.5)
     latest = context.checkpoints.latest()
     assert latest is not None
     return f"{context.inputs['data']} {latest[0]} {(latest[1] / 'state').read_text()}"

@@ -45,7 +45,6 @@ def test_it_serves_a_reward_model_until_it_is_stopped(tmp_path: Path) -> None:
             source = RemoteReward(
                 type="remote",
                 urls=(line.split()[-1],),
-                allowed_hosts=("127.0.0.1",),
                 send_tokens=True,
                 items_per_request=2,
             )

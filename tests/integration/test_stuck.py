@@ -53,7 +53,6 @@ def _running(model: Path, folder: Path, faults: str, patch: pytest.MonkeyPatch) 
             "colocate": "none",
             "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
             "engine": {"count": 2, "max_restarts": 1},
-            "weight_sync": {"senders": 2},
         },
         timeouts={"stall": STALL, "sync": STALL},
     )

@@ -43,10 +43,10 @@ from rlhf_core.system.failpoints import failpoint
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is untyped here
     """Where the workers of an engine receive from."""
 
-    senders: list[tuple[str, int]]
-    """Address and port of each."""
-    routes: list[list[Route]]
-    """The route of each worker of this engine, for each sender."""
+    sender: tuple[str, int]
+    """Address and port of the sender."""
+    routes: list[Route]
+    """The route of each worker of this engine."""
     bucket_bytes: int
     timeout: float
 
@@ -67,12 +67,9 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
     update_info_cls = GlooUpdateInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        worker = self.parallel_config.rank
         # Routes are plain lists if vLLM sent them to another process.
-        self._sources = [
-            GlooSource(address, port, Route(*workers[worker]), init_info.timeout)
-            for (address, port), workers in zip(init_info.senders, init_info.routes, strict=True)
-        ]
+        route = Route(*init_info.routes[self.parallel_config.rank])
+        self._source: GlooSource | None = GlooSource(*init_info.sender, route, init_info.timeout)
         self._bucket_bytes = init_info.bucket_bytes
 
     def start_weight_update(self) -> None:
@@ -95,7 +92,8 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
                 update_info.names, update_info.dtypes, update_info.shapes, strict=True
             )
         ]
-        for tensors in receive_buckets(self._sources, specs, self._bucket_bytes):
+        assert self._source is not None, "the engine is connected"
+        for tensors in receive_buckets(self._source, specs, self._bucket_bytes):
             self.inbox.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
@@ -110,7 +108,7 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
         _repack_embeddings(self.model)
 
     def shutdown(self) -> None:
-        self._sources = []
+        self._source = None
 
 
 @dataclass

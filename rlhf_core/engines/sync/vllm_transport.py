@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.engines.sync.transport import EngineClient, SenderGroup, TransportConfig, Weights
+from rlhf_core.engines.sync.transport import EngineClient, TransportConfig, Weights
 from rlhf_core.engines.sync.wire import TensorSpec, plain_handles
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.processes import free_port
@@ -49,7 +49,6 @@ class VllmTransport:
                 # The iterator from which `drain` takes what vLLM has left.
                 return sending.current
 
-        self.senders = SenderGroup(None, 0, transport.sender_names[:1], transport.timeout)
         self._sending = sending = _Sending(stream)
         self._client = _Versioned(client, ipc=transport.backend == "ipc")
         self._engine: Any
@@ -60,7 +59,7 @@ class VllmTransport:
             )
 
             nccl = NCCLTrainerInitInfo(
-                master_address=transport.senders[0][0],
+                master_address=transport.sender[0],
                 # Only the port of rank 0 is used.
                 master_port=free_port(),
                 world_size=len(transport.receivers) + 1,

@@ -1,20 +1,18 @@
 """How weights travel: tensors packed into buckets, sent through gloo groups, and checked by checksums.
 
-    senders (policy ranks)                       receivers (one per engine worker)
-      pack part i of bucket k+1  |  broadcast part i of bucket k  ->   join, checksum, load bucket k
+    sender (policy rank 0)              receivers (one per engine worker)
+      pack bucket k+1  |  broadcast bucket k  ->   join, checksum, load bucket k
 
-Both sides cut the same buckets from names, dtypes and shapes alone. Sender i of n sends part i of each
-tensor: its flat elements, divided as ZeRO-3 divides them, so that a sharded weight is sent without being
-gathered. Each sender has a gloo group with the receivers on its host and with one on each other host, which
-forwards to the others there. The groups are for CPUs and for hardware without NCCL. They are separate from
-the training group, and each of their operations has a timeout.
+Both sides cut the same buckets from names, dtypes and shapes alone. The sender has a gloo group with the
+receivers on its host and with one on each other host, which forwards to the others there. The groups are for
+CPUs and for hardware without NCCL. They are separate from the training group, and each of their operations
+has a timeout.
 """
 
 from __future__ import annotations
 
 import math
 import socket
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,12 +55,6 @@ class TensorSpec:
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def part(self, index: int, parts: int) -> slice:
-        """Return the flat elements of part `index` of `parts`. All have the same size, except at the end."""
-        numel = math.prod(self.shape)
-        size = math.ceil(numel / parts)
-        return slice(min(index * size, numel), min((index + 1) * size, numel))
-
 
 def cut(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
     """Group consecutive specs into buckets of at most `limit` bytes.
@@ -85,30 +77,13 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
 
 
-def part_bytes(specs: Sequence[TensorSpec], index: int, parts: int) -> int:
-    """Return the size of part `index` of a bucket."""
-    slices = [spec.part(index, parts) for spec in specs]
-    return sum(
-        (part.stop - part.start) * spec.dtype.itemsize for part, spec in zip(slices, specs, strict=True)
-    )
-
-
-def unpack(buffers: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return the tensors of a bucket from its parts, one buffer for each sender.
+def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return the tensors of a bucket.
 
     They are copies, because a view may be misaligned for its dtype.
     """
-    tensors = []
-    offsets = [0] * len(buffers)
-    for spec in specs:
-        parts = []
-        for index, buffer in enumerate(buffers):
-            part = spec.part(index, len(buffers))
-            end = offsets[index] + (part.stop - part.start) * spec.dtype.itemsize
-            parts.append(buffer[offsets[index] : end])
-            offsets[index] = end
-        tensors.append(torch.cat(parts).view(spec.dtype).view(spec.shape))
-    return tensors
+    parts = torch.split(buffer, [spec.bytes for spec in specs])
+    return [part.clone().view(spec.dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
 
 
 # -- handles of CUDA IPC --
@@ -154,11 +129,8 @@ class Acknowledgement:
     """Checksums of the received tensors by name."""
 
 
-def tensor_checksum(tensor: torch.Tensor, first: int = 0) -> str:
+def tensor_checksum(tensor: torch.Tensor) -> str:
     """Return two 64-bit sums of the elements' bits, the second with odd weights that depend on the position.
-
-    `first` is the position of the first element, if `tensor` is a part: the checksums of all parts add up to
-    the checksum of the whole (see `add_checksums`).
 
     Any single altered element changes both sums, and swapped elements change the second. The arithmetic is
     modulo 2^64, so the result does not depend on the order of summation and on the device. vLLM's own
@@ -177,23 +149,9 @@ def tensor_checksum(tensor: torch.Tensor, first: int = 0) -> str:
         del values  # before the next part is converted
     # A GPU is only waited for once.
     found = torch.stack(sums).tolist()
-    weighted = sum(own + _ODD * (first + i * chunk) * plain for i, (plain, own) in enumerate(found))
-    return _encode(sum(plain for plain, _ in found), weighted)
-
-
-def add_checksums(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the checksums of whole tensors from those of their parts."""
-    plain: Counter[str] = Counter()
-    weighted: Counter[str] = Counter()
-    for part in parts:
-        for name, checksum in part.items():
-            plain[name] += int(checksum[:16], 16)
-            weighted[name] += int(checksum[16:], 16)
-    return {name: _encode(plain[name], weighted[name]) for name in plain}
-
-
-def _encode(plain: int, weighted: int) -> str:
-    return f"{plain & (2**64 - 1):016x}{weighted & (2**64 - 1):016x}"
+    weighted = sum(own + _ODD * i * chunk * plain for i, (plain, own) in enumerate(found))
+    sums_of_all = (sum(plain for plain, _ in found), weighted)
+    return "".join(f"{each & (2**64 - 1):016x}" for each in sums_of_all)
 
 
 def verify(sent: Mapping[str, str], version: int, acknowledgements: Sequence[Acknowledgement]) -> None:
@@ -255,7 +213,7 @@ def are_interchangeable(one: Path, other: Path) -> bool:
 
 
 class Route(NamedTuple):
-    """How a receiver gets what one sender sends: in the sender's group, or from a receiver on its host."""
+    """How a receiver gets what is sent: in the sender's group, or from a receiver on its host."""
 
     rank: int
     """Rank of the receiver in the sender's group; 0 if it is not in it."""
@@ -291,7 +249,7 @@ def routes(sender: str, hosts: Sequence[str]) -> list[Route]:
 
 
 class GlooSender:
-    """A sender in its group, whose other ranks receive.
+    """The sender in its group, whose other ranks receive.
 
     Args:
         listener: Socket of this sender.
@@ -302,8 +260,8 @@ class GlooSender:
     def __init__(self, listener: socket.socket, size: int, timeout: float) -> None:
         address, port = listener.getsockname()
         limit = timedelta(seconds=timeout)
-        self.store = rendezvous(address, port, size, timeout=limit, listener=listener)
-        self._group = _group(self.store, "weights", 0, size, timeout)
+        store = rendezvous(address, port, size, timeout=limit, listener=listener)
+        self._group = _group(store, "weights", 0, size, timeout)
 
     def send(self, buffer: torch.Tensor) -> Any:
         """Start to broadcast a buffer (bytes,) of uint8.
@@ -314,7 +272,7 @@ class GlooSender:
 
 
 class GlooSource:
-    """What one receiver gets from one sender.
+    """What one receiver gets.
 
     Args:
         address: Address of the sender.
@@ -368,33 +326,26 @@ def _broadcast(group: Any, buffer: torch.Tensor) -> Any:
 
 
 def receive_buckets(
-    sources: Sequence[GlooSource], specs: Sequence[TensorSpec], limit: int
+    source: GlooSource, specs: Sequence[TensorSpec], limit: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Yield the named tensors of each bucket.
 
     The next bucket is requested before: gloo sends nothing until the receiver asks for it.
 
     Args:
-        sources: One for each sender.
+        source: Receives from the sender.
         specs: All tensors.
         limit: Size of a bucket in bytes.
     """
     buckets = cut(specs, limit)
-    arriving = _start_parts(sources, buckets[0])
+    arriving = source.start(sum(spec.bytes for spec in buckets[0]))
     for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
-        next_parts = _start_parts(sources, following)
-        buffers = [source.finish(part) for source, part in zip(sources, arriving, strict=True)]
-        tensors = unpack(buffers, bucket)
-        # A suspended generator keeps its local variables: the buffers of this bucket would stay in memory
+        next_one = source.start(sum(spec.bytes for spec in following))
+        buffer = source.finish(arriving)
+        tensors = unpack(buffer, bucket)
+        # A suspended generator keeps its local variables: the buffer of this bucket would stay in memory
         # while the model loads its tensors.
-        arriving = next_parts
-        del buffers
+        arriving = next_one
+        del buffer
         yield list(zip((spec.name for spec in bucket), tensors, strict=True))
-    for source in sources:
-        source.flush()
-
-
-def _start_parts(
-    sources: Sequence[GlooSource], bucket: Sequence[TensorSpec]
-) -> list[tuple[Any, torch.Tensor]]:
-    return [source.start(part_bytes(bucket, i, len(sources))) for i, source in enumerate(sources)]
+    source.flush()

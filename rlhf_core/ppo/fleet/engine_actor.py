@@ -1,19 +1,7 @@
-"""A vLLM engine as a Ray actor, the queue from which engines take prompts, and the client through which
-policy rank 0 updates the weights of all engines.
-
-With `ppo.engine.dispatch=queue`, engines take prompts while they sample others:
-
-    driver --open--> PromptQueue <--take-- engine 0
-                                 <--take-- engine 1
-
-Every engine has all prompts of a batch, in the same order, and the queue assigns them. An engine asks for as
-many as it has room for. It gets at most an equal share of the batch at once, so that all engines sample the
-same number of prompts if each has room for its share.
-"""
+"""A vLLM engine as a Ray actor, and the client by which policy rank 0 updates the weights of all engines."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
@@ -22,7 +10,7 @@ from rlhf_core.cluster.rpc import Actor, ParticipantSpec, Pending, RemoteActor, 
 from rlhf_core.config.placement import PPOSettings
 from rlhf_core.engines.sync.wire import Acknowledgement
 from rlhf_core.engines.vllm import SamplingOptions
-from rlhf_core.errors import InfrastructureError, WorkerDied, WorkerStuck
+from rlhf_core.errors import WorkerStuck
 from rlhf_core.ppo.training.batch import RolloutColumns, RolloutHeader, columns_of, header_of
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
@@ -30,30 +18,6 @@ from rlhf_core.types import PromptExample, Rollout
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class PromptQueue(Actor):
-    """Gives each number of a batch to one engine."""
-
-    def __init__(self, participant: ParticipantSpec) -> None:
-        """Register the process."""
-        super().__init__(participant)
-        self._left: dict[int, Sequence[int]] = {}
-        self._share: dict[int, int] = {}
-
-    @rpc()
-    def open(self, batch: int, prompts: int, engines: int) -> None:
-        """Begin a batch."""
-        self._left[batch] = range(prompts)
-        self._share[batch] = math.ceil(prompts / engines)
-
-    @rpc()
-    def take(self, batch: int, most: int) -> Sequence[int]:
-        """Return the next numbers of a batch, at most `most`; none if all are taken."""
-        left = self._left[batch]
-        count = min(most, self._share[batch])
-        self._left[batch] = left[count:]
-        return left[:count]
 
 
 class EngineActor(Actor):
@@ -139,64 +103,10 @@ class EngineActor(Actor):
         self.counters["decode_steps"] = self._engine.steps
         return header_of(rollouts), *_columns(rollouts, [len(chunk) for chunk in chunks], options["n"])
 
-    @rpc()
-    def sample_from(
-        self,
-        queue: RemoteActor[PromptQueue],
-        batch: int,
-        parts: int,
-        prompts: Sequence[PromptExample],
-        *,
-        seeds: Sequence[int],
-        **options: Unpack[SamplingOptions],
-    ) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
-        """Sample responses to each prompt that this engine takes from a queue.
-
-        Args:
-            queue: Gives indices of `prompts`.
-            batch: Number of the batch in the queue.
-            parts: Number of chunks.
-            prompts: All prompts of the batch.
-            seeds: One for each prompt.
-            options: See `SamplingOptions`.
-
-        Returns:
-            The indices of the prompts of each chunk with a `RolloutHeader` of all responses, and
-            `RolloutColumns` for each chunk.
-        """
-        failpoint("engine.generate")
-        taken: list[int] = []
-
-        def take(most: int) -> list[tuple[PromptExample, int]]:
-            indices = self._ask(queue.call(PromptQueue.take, batch, most))
-            taken.extend(indices)
-            return [(prompts[i], seeds[i]) for i in indices]
-
-        groups = self._engine.generate_from(
-            take,
-            policy_version=self._version,
-            adapter=self._adapter,
-            **options,
-        )
-        self.counters["decode_steps"] = self._engine.steps
-        return _in_parts(taken, groups, parts, options["n"])
-
     @property
     def _adapter(self) -> int | None:
         """Number of the adapter that the requests use; None without one."""
         return None if self._adapter_config is None else _adapter_number(self._version)
-
-    def _ask(self, call: Pending[R]) -> R:
-        """Return the answer of the queue."""
-        try:
-            return self._fetch(call)
-        except (TimeoutError, WorkerDied) as error:
-            # Not WorkerDied: the pool would replace this engine.
-            raise InfrastructureError(f"the queue of prompts does not answer: {error}") from error
-
-    def _fetch(self, call: Pending[R]) -> R:
-        (result,) = fetch([call], self._settings.run.timeouts.sync)
-        return result
 
     # -- sleep --
 
@@ -219,7 +129,7 @@ class EngineActor(Actor):
         # engines that were given up have no ranks.
         offset = init_info.get("rank_offset")
         if self._backend == "gloo":
-            init_info = {**init_info, "routes": [paths[position] for paths in init_info["routes"]]}
+            init_info = {**init_info, "routes": init_info["routes"][position]}
         elif offset is not None:
             workers_before = position * self._settings.ppo.engine.tensor_parallel
             init_info = {**init_info, "rank_offset": offset + workers_before}
@@ -281,20 +191,6 @@ def _columns(rollouts: Sequence[Rollout], prompts: Sequence[int], n: int) -> lis
         columns.append(columns_of(rollouts[start:end], n))
         start = end
     return columns
-
-
-def _in_parts(
-    taken: Sequence[int], groups: Sequence[Sequence[Rollout]], parts: int, n: int
-) -> tuple[tuple[list[list[int]], RolloutHeader], *tuple[RolloutColumns, ...]]:
-    """Return the responses to the prompts `taken` in `parts` chunks.
-
-    Ray needs the number of results before the call, so some can be empty.
-    """
-    rollouts = [rollout for group in groups for rollout in group]
-    size = math.ceil(len(taken) / parts)
-    chunks = [list(taken[part * size : (part + 1) * size]) for part in range(parts)]
-    columns = _columns(rollouts, [len(chunk) for chunk in chunks], n)
-    return (chunks, header_of(rollouts)), *columns
 
 
 class RayEngineClient:

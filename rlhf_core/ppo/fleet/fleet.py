@@ -20,13 +20,11 @@ from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.placement import RAY_CLUSTER
 from rlhf_core.cluster.ranks import new_ray_session
 from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
-from rlhf_core.config.constants import MAX_AUTO_SENDERS
 from rlhf_core.config.placement import Group, PPOSettings, Role, plan
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.engines.sync.sender import SyncReport
-from rlhf_core.engines.sync.transport import sender_ranks
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
+from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import DeviceTurns, EnginePool
 from rlhf_core.ppo.fleet.placement import (
     Placement,
@@ -185,8 +183,6 @@ class Fleet:
         self._resources: ExitStack
         self._connected: list[RemoteActor[EngineActor]] = []
         """Engines to which the policy is connected for weight sync."""
-        self._queues = 0
-        """Queues of prompts that were started."""
         self._sent = SentBatches()
         self.groups: dict[Role, WorkerGroup] = {}
         self.engines: EnginePool
@@ -361,11 +357,6 @@ class Fleet:
 
         return Pending(ray.put(columns))
 
-    def start_queue(self) -> RemoteActor[PromptQueue]:
-        """Start the queue from which engines take prompts."""
-        self._queues += 1
-        return self.start_helper(PromptQueue, f"prompt queue {self._queues}")
-
     def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
         """Start an actor that needs no core of its own on the node with this id. None is the driver's node.
 
@@ -511,29 +502,15 @@ class Fleet:
         # An engine that was restarted is another actor.
         if engines == self._connected:
             return
-        senders = self._start_senders()
+        # Each time: torch takes the socket over when the group is formed.
+        listening = [policy.workers[0].call(ModelWorker.listen, self._local)]
+        [sender] = self.wait(listening, "policy rank 0 to listen")
         hosts = tuple(self._addresses(engines))
         self.wait(
-            policy.call(ModelWorker.connect_engines, self.sync_backend, senders, engines, hosts),
+            policy.call(ModelWorker.connect_engines, self.sync_backend, sender, engines, hosts),
             "policy and engines to connect for weight sync",
         )
         self._connected = engines
-
-    def _start_senders(self) -> dict[int, tuple[str, int]]:
-        """Let the policy ranks that will send weights listen. Return address and port of each by rank."""
-        policy = self.groups["policy"]
-        wanted = self.settings.ppo.weight_sync.senders
-        if self.sync_backend != "gloo":
-            # NCCL uses the address of rank 0 with a port of its own, and IPC neither.
-            senders = 1
-        elif wanted == "auto":
-            several_hosts = len(set(self._addresses(policy.workers))) > 1
-            senders = min(policy.ranks, MAX_AUTO_SENDERS) if several_hosts else 1
-        else:
-            senders = wanted
-        ranks = sender_ranks(policy.ranks, senders)
-        listening = [policy.workers[rank].call(ModelWorker.listen, self._local) for rank in ranks]
-        return dict(zip(ranks, self.wait(listening, "policy ranks to listen"), strict=True))
 
     def _addresses(self, actors: Sequence[RemoteActor[Actor]]) -> list[str]:
         """Return the address of each actor's host."""

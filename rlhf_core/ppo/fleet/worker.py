@@ -381,7 +381,7 @@ class ModelWorker(ListeningActor):
     def connect_engines(
         self,
         backend: str,
-        senders: dict[int, tuple[str, int]],
+        sender: tuple[str, int],
         engines: list[RemoteActor[EngineActor]],
         hosts: tuple[str, ...],
     ) -> None:
@@ -389,7 +389,7 @@ class ModelWorker(ListeningActor):
 
         Args:
             backend: "gloo", "nccl" or "ipc".
-            senders: What `listen` returned on the policy ranks that send, by rank.
+            sender: What `listen` returned on rank 0, which sends.
             engines: All engines of the run.
             hosts: Address of each engine.
         """
@@ -409,10 +409,6 @@ class ModelWorker(ListeningActor):
         dtype = DTYPES[ppo.engine.dtype]
         specs = [TensorSpec(name, dtype, shape) for name, shape in policy.shapes(adapter=adapter)]
         weights = policy.adapter if adapter else policy.weights
-        # With fewer senders, nobody would send the shards of the other ranks.
-        sharded = 1 < len(senders) == self._rank.world_size and policy.is_sharded
-        if sharded:
-            weights = policy.shards
         self._sender = WeightSender(
             weights,
             specs,
@@ -420,14 +416,13 @@ class ModelWorker(ListeningActor):
             self._rank.rank,
             TransportConfig(
                 backend,
-                senders,
+                sender,
                 hosts,
                 ppo.engine.tensor_parallel,
                 ppo.weight_sync.bucket_bytes(self._rank.device),
                 timeout,
             ),
-            listener=self._listener if self._rank.rank in senders else None,
-            sharded=sharded,
+            listener=self._listener if client is not None else None,
         )
 
     @rpc("sync")

@@ -17,18 +17,20 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Protocol, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlhf_core.cluster.rpc import Pending, RemoteActor
+from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.vllm import SamplingOptions
 from rlhf_core.errors import WeightSyncError, WorkerDied
-from rlhf_core.ppo.fleet.engine_actor import EngineActor, PromptQueue
+from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.training.batch import (
     FloatArray,
@@ -41,6 +43,7 @@ from rlhf_core.ppo.training.batch import (
 from rlhf_core.ppo.training.experience import shaped_scores, uniform_groups
 from rlhf_core.rewards.compose import RewardBatch, clipped_share, reward_input, weighted_sum
 from rlhf_core.seeds import derive_seed, permutation
+from rlhf_core.system.machine import machine
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
 
 log = logging.getLogger(__name__)
@@ -49,11 +52,11 @@ T = TypeVar("T")
 
 Chunk = tuple[int, ...]
 """Indices of prompts whose responses form one chunk."""
-Answer = RolloutHeader | tuple[list[list[int]], RolloutHeader]
-"""What `EngineActor.sample` or `EngineActor.sample_from` return before the chunks."""
 
 _CHUNK_ROWS = 64
 """Largest number of responses in a chunk, if a prompt does not have more samples."""
+_DECODING_THREADS = 8
+"""Largest number of threads that decode. More would not help: a tenth of the work holds Python's lock."""
 _CHUNKS_PER_RANK = 8
 """Chunks are smaller if there would be fewer for each rank, because a chunk is never divided."""
 
@@ -81,6 +84,7 @@ def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:
     """
     shares: list[list[int]] = [[] for _ in range(engines)]
     loads = [(0, engine) for engine in range(engines)]
+    # By the prompts, because the lengths of the responses, which take longer, are not known before.
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, engine = loads[0]
         shares[engine].append(i)
@@ -100,11 +104,6 @@ def reassign(shares: Mapping[int, Sequence[T]], serving: Sequence[int]) -> dict[
             target = min(serving, key=lambda e: (len(kept.get(e, ())), e))
             kept[target] = kept.get(target, []) + list(share)
     return kept
-
-
-def longest_first(prompts: Sequence[PromptExample], indices: Collection[int]) -> list[int]:
-    """Return the indices of prompts in the order in which engines take them."""
-    return sorted(indices, key=lambda i: (-len(prompts[i].input_ids), i))
 
 
 def cut(share: Sequence[int], samples: int, rows: int) -> list[Chunk]:
@@ -128,29 +127,15 @@ class Sampling:
     ahead: bool
     """Whether the policy is trained in the meantime, so that its weights cannot be sent again."""
     remaining: dict[int, list[Chunk]] = field(default_factory=dict)
-    """Chunks of each engine that are not sampled yet, with `ppo.engine.dispatch=fixed`."""
-    order: list[int] = field(default_factory=list)
-    """The prompts that the engines take, with `ppo.engine.dispatch=queue`."""
-    calls: dict[int, Pending[Answer]] = field(default_factory=dict)
+    """Chunks of each engine that are not sampled yet."""
+    calls: dict[int, Pending[RolloutHeader]] = field(default_factory=dict)
     tokens: dict[int, list[Pending[RolloutColumns]]] = field(default_factory=dict)
     sampled: dict[Chunk, tuple[Pending[RolloutColumns], RolloutHeader]] = field(default_factory=dict)
     """Tokens and header of each chunk that is sampled."""
 
-    @property
-    def done(self) -> set[int]:
-        """The prompts that are sampled."""
-        return {i for chunk in self.sampled for i in chunk}
-
-    def chunks_of(self, engine: int, answer: Answer) -> tuple[list[Chunk], RolloutHeader]:
-        """Return the chunks that an engine has sampled, and the header of all their responses."""
-        if isinstance(answer, RolloutHeader):
-            return self.remaining.pop(engine), answer
-        taken, header = answer
-        return [tuple(self.order[i] for i in part) for part in taken], header
-
 
 class Composer(Protocol):
-    """Scores batches: `RewardComposer`, or `RewardActors`, which does it in other processes."""
+    """Scores batches: `RewardComposer`, or `RewardActors`, which does it on other hosts."""
 
     def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch: ...
 
@@ -184,9 +169,6 @@ class Collector:
         self._decode = decode
         self._composer = composer
         self._seed = seed
-        self._queue: RemoteActor[PromptQueue] | None = None
-        self._batches = 0
-        """Batches that the queue has had."""
 
     def collect(self, step: int, version: int) -> RolloutBatch:
         """Return the rollout batch of a step, sampled by policy `version`."""
@@ -262,10 +244,10 @@ class Collector:
         self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
     ) -> Sampling:
         """Let the engines sample the responses to these prompts."""
-        sampling = self._sampling(prompts, step, round_, version, ahead=ahead)
-        if self._ppo.engine.dispatch == "queue":
-            self._send_queue(sampling, range(len(prompts)))
-            return sampling
+        # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
+        path = (step,) if round_ == 0 else (step, "round", round_)
+        seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
+        sampling = Sampling(step, prompts, seeds, version, ahead)
         serving = self._fleet.engines.serving
         shares = assign([len(p.input_ids) for p in prompts], len(serving))
         for engine, share in zip(serving, shares, strict=True):
@@ -276,14 +258,6 @@ class Collector:
                 )
         self._send(sampling)
         return sampling
-
-    def _sampling(
-        self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
-    ) -> Sampling:
-        # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
-        path = (step,) if round_ == 0 else (step, "round", round_)
-        seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
-        return Sampling(step, prompts, seeds, version, ahead)
 
     def _chunk_rows(self, prompts: int) -> int:
         """Return the number of responses in a chunk of a batch of `prompts` prompts."""
@@ -306,35 +280,6 @@ class Collector:
             )
             sampling.calls[engine] = call
             sampling.tokens[engine] = tokens
-
-    def _send_queue(self, sampling: Sampling, prompts: Collection[int]) -> None:
-        """Let all engines take these prompts, the longest first."""
-        if self._queue is None:
-            self._queue = self._fleet.start_queue()
-        serving = self._fleet.engines.serving
-        # Answers refer to the order of their round. `collect` has waited for all answers of the round before.
-        sampling.order = longest_first(sampling.prompts, prompts)
-        self._batches += 1
-        opened = self._queue.call(PromptQueue.open, self._batches, len(prompts), len(serving))
-        self._fleet.wait([opened], "the queue of prompts")
-        parts = self._parts(len(prompts), len(serving))
-        sampling.calls.clear()
-        for engine in serving:
-            sampling.calls[engine], sampling.tokens[engine] = self._fleet.engines.actor(engine).call_parts(
-                1 + parts,
-                EngineActor.sample_from,
-                self._queue,
-                self._batches,
-                parts,
-                [sampling.prompts[i] for i in sampling.order],
-                seeds=[sampling.seeds[i] for i in sampling.order],
-                **self._options,
-            )
-
-    def _parts(self, prompts: int, engines: int) -> int:
-        """Return the number of chunks of an equal share. Those of an engine that takes more are larger."""
-        size = max(1, self._chunk_rows(prompts) // self._ppo.samples_per_prompt)
-        return math.ceil(prompts / (size * engines))
 
     @property
     def _options(self) -> SamplingOptions:
@@ -370,26 +315,24 @@ class Collector:
     def _collect(self, sampling: Sampling) -> None:
         """Wait for the calls of the engines, and add what they have sampled. A lost engine adds nothing."""
         n, what = self._ppo.samples_per_prompt, f"the rollouts of step {sampling.step}"
-        for engine, answer in self._fleet.engines.collect(sampling.calls, what).items():
-            chunks, header = sampling.chunks_of(engine, answer)
+        for engine, header in self._fleet.engines.collect(sampling.calls, what).items():
+            chunks = sampling.remaining.pop(engine)
             start = 0
             for chunk, pending in zip(chunks, sampling.tokens[engine], strict=True):
                 end = start + len(chunk) * n
-                # From a queue, some are empty.
-                if chunk:
-                    sampling.sampled[chunk] = (pending, header.rows(start, end))
+                sampling.sampled[chunk] = (pending, header.rows(start, end))
                 start = end
 
     def _receive(self, sampling: Sampling) -> None:
         """Wait until all responses are sampled.
 
         The share of an engine that is lost is sampled again as one batch, if possible by the engine that
-        replaces it, so that the result is the same. From a queue, all engines take what it had taken.
+        replaces it, so that the result is the same.
         """
         engines = self._fleet.engines
         while True:
             self._collect(sampling)
-            if len(sampling.done) == len(sampling.prompts):
+            if not sampling.remaining:
                 return
             if not sampling.ahead:
                 # Restarts the lost engines. The policy still has the weights of this version.
@@ -400,11 +343,8 @@ class Collector:
                     f"no engine is left with the weights of policy version {sampling.version}, from which"
                     f" step {sampling.step} is sampled (ppo.staleness={self._ppo.staleness})"
                 )
-            if self._ppo.engine.dispatch == "queue":
-                self._send_queue(sampling, set(range(len(sampling.prompts))) - sampling.done)
-            else:
-                sampling.remaining = reassign(sampling.remaining, engines.serving)
-                self._send(sampling)
+            sampling.remaining = reassign(sampling.remaining, engines.serving)
+            self._send(sampling)
 
     def _replacements(self, step: int, round_: int, count: int, used: Sequence[int]) -> list[int]:
         """Return the indices of up to `count` prompts that are not in `used`, the prompts of this step so
@@ -469,13 +409,15 @@ def _in_order(chunks: Sequence[Chunk], headers: Sequence[RolloutHeader], samples
 def read_responses(fleet: Fleet, batch: RolloutBatch, rows: Sequence[int]) -> list[PromptAndResponse]:
     """Return the token ids of some responses of a batch and of their prompts. Each chunk is fetched once."""
     objects, places = batch.places.objects.tolist(), batch.places.rows.tolist()
+    rows_of_chunk: dict[int, list[int]] = {}
+    for row in rows:
+        rows_of_chunk.setdefault(objects[row], []).append(row)
     by_row: dict[int, PromptAndResponse] = {}
-    for number in sorted({objects[row] for row in rows}):
+    for number in sorted(rows_of_chunk):
         (columns,) = fleet.wait([batch.chunks[number]], "rollouts")
-        for row in rows:
-            if objects[row] == number:
-                response = columns.response(places[row]).tolist()
-                by_row[row] = (batch.prompts[row].input_ids, tuple(response))
+        for row in rows_of_chunk[number]:
+            response = columns.response(places[row]).tolist()
+            by_row[row] = (batch.prompts[row].input_ids, tuple(response))
     return [by_row[row] for row in rows]
 
 
@@ -484,6 +426,28 @@ def read_rollout_logprobs(fleet: Fleet, batch: RolloutBatch) -> list[FloatArray]
     chunks = fleet.wait(batch.chunks, "rollouts")
     places = zip(batch.places.objects.tolist(), batch.places.rows.tolist(), strict=True)
     return [chunks[number].rollout_logprobs(row) for number, row in places]
+
+
+def decoded(
+    prompts: Sequence[PromptExample],
+    responses: Sequence[Sequence[int]],
+    finished: NDArray[np.bool_],
+    decode: Callable[[Sequence[int]], str],
+    threads: int,
+) -> list[RewardInput]:
+    """Return the input of the reward sources for each response (n,).
+
+    Args:
+        prompts: (n,) prompts.
+        responses: (n,) token ids.
+        finished: (n,) see `RewardInput`.
+        decode: Converts token ids to text.
+        threads: Limit of the threads that decode; 0: the cores of this host.
+    """
+    # The tokenizer releases Python's lock in its part of the work, nine tenths of it.
+    with ThreadPoolExecutor(min(_DECODING_THREADS, threads or machine().cores())) as pool:
+        inputs = pool.map(reward_input, prompts, responses, finished.tolist(), repeat(decode))
+        return list(inputs)
 
 
 class RewardInputs(Sequence[RewardInput]):
@@ -516,12 +480,13 @@ class RewardInputs(Sequence[RewardInput]):
         if self._inputs is None:
             batch = self.batch
             responses = read_responses(self._fleet, batch, range(len(batch)))
-            self._inputs = [
-                reward_input(prompt, response_ids, bool(finished), self._decode)
-                for prompt, (_, response_ids), finished in zip(
-                    batch.prompts, responses, batch.finished_B, strict=True
-                )
-            ]
+            self._inputs = decoded(
+                batch.prompts,
+                [response_ids for _, response_ids in responses],
+                batch.finished_B,
+                self._decode,
+                self._fleet.settings.run.threads,
+            )
         return self._inputs
 
 

@@ -1,5 +1,5 @@
-"""When the rollouts of each step are sampled: one interface, `Rollouts`, two schedules, and the files of
-rollouts that outlive an attempt (`RolloutCache`).
+"""When the rollouts of each step are sampled: one interface, `Rollouts`, two schedules, and the rollouts in a
+checkpoint (`StoredRollouts`).
 
     SynchronousRollouts  the engines wait for the weights of the step before   `ppo.staleness=0`
     RolloutsAhead        they sample while models score and train              `ppo.staleness`
@@ -9,18 +9,16 @@ Only the first one gives the same bits in each run. Each schedule opens with its
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load, save
+from safetensors.numpy import load_file, save_file
 from typing_extensions import override
 
 from rlhf_core.config.ppo import PPOConfig
@@ -34,22 +32,18 @@ from rlhf_core.types import PromptExample
 log = logging.getLogger(__name__)
 
 
-class RolloutCache:
-    """The rollouts of one step in local files, for an attempt that is interrupted during this step.
+class StoredRollouts:
+    """The rollouts of one step in a checkpoint.
 
         rollouts/chunk-00000.safetensors ...  tokens and log-probabilities as columns
         rollouts/batch.safetensors            lengths, places and prompts of the responses
-        rollouts/manifest.json                sha256 of itself and these files, and the rewards if known
+        rollouts/batch.json                   the step, and the rewards if known
 
-    The next attempt continues from the checkpoint with the weights that sampled the rollouts, and uses them
-    instead of sampling again, which on GPUs would not give the same tokens. Only the step after a checkpoint
-    can be repeated in this way, so the folder has one step. It is renamed when it is complete.
-
-    With `ppo.staleness` the folder is part of each checkpoint: the next step is already sampled, with weights
-    that no longer exist.
+    With `ppo.staleness` the next steps are already sampled when a checkpoint is written, with weights that it
+    does not contain. The store verifies the files with those of the checkpoint.
 
     Args:
-        folder: Local folder that outlives an attempt.
+        folder: Folder of a checkpoint, or one below it.
         prompts: All prompts, in the same order in each attempt.
         fleet: Holds the chunks.
     """
@@ -62,109 +56,63 @@ class RolloutCache:
         self._fleet = fleet
 
     def write(self, step: int, batch: RolloutBatch) -> None:
-        """Store the batch of `step` and remove the batch of any other step.
-
-        One chunk is in memory at a time.
-        """
-        part = self._folder.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        digests = {}
+        """Store the batch of `step`. One chunk is in memory at a time."""
+        self._folder.mkdir(parents=True)
         for number, pending in enumerate(batch.chunks):
             (columns,) = self._fleet.wait([pending], "rollouts")
-            arrays = {field.name: getattr(columns, field.name) for field in fields(RolloutColumns)}
-            name = f"chunk-{number:05d}.safetensors"
-            digests[name] = _save(part / name, arrays)
-        arrays = {
+            self._save(f"chunk-{number:05d}", vars(columns))
+        prompts = np.array([self._index[id(prompt)] for prompt in batch.prompts], np.int64)
+        rows = {
             "objects": batch.places.objects,
             "rows": batch.places.rows,
             "lengths": batch.lengths_B,
             "finished": batch.finished_B,
-            "prompts": np.array([self._index[id(prompt)] for prompt in batch.prompts], np.int64),
+            "prompts": prompts,
         }
-        digests["batch.safetensors"] = _save(part / "batch.safetensors", arrays)
-        content = json.dumps(
-            {
-                "step": step,
-                "files": digests,
-                "rewards": None if batch.rewards is None else asdict(batch.rewards),
-                "replaced": batch.replaced,
-                "scores_before": batch.scores_before,
-                "version": batch.version,
-            }
-        )
-        checksum = hashlib.sha256(content.encode()).hexdigest()
-        (part / "manifest.json").write_text(f"{checksum}\n{content}", encoding="utf-8")
-        # A folder with files cannot be replaced. A kill between these two lines loses the cache, and the step
-        # is sampled again.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        part.replace(self._folder)
+        self._save("batch", rows)
+        content = {
+            "step": step,
+            "chunks": len(batch.chunks),
+            "rewards": None if batch.rewards is None else asdict(batch.rewards),
+            "replaced": batch.replaced,
+            "scores_before": batch.scores_before,
+            "version": batch.version,
+        }
+        (self._folder / "batch.json").write_text(json.dumps(content), encoding="utf-8")
+
+    def _save(self, name: str, arrays: Mapping[str, Any]) -> None:
+        # safetensors reads the memory of an array without its strides. `samples` becomes an array of one
+        # element.
+        whole = {key: np.ascontiguousarray(array) for key, array in arrays.items()}
+        save_file(whole, self._folder / f"{name}.safetensors")
+
+    def _load(self, name: str) -> dict[str, Any]:
+        arrays: dict[str, Any] = load_file(self._folder / f"{name}.safetensors")
+        return arrays
 
     def read(self, step: int) -> RolloutBatch | None:
-        """Return the batch of `step`, or None if it is missing, damaged, or of another step."""
-        if not self._folder.exists():
+        """Return the batch of `step`, or None if the checkpoint has none."""
+        file = self._folder / "batch.json"
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if content.get("step") != step:
             return None
-        manifest = self._manifest()
-        if manifest is None:
-            log.error("%s is damaged; step %d is sampled again", self._folder, step)
-            return None
-        if manifest["step"] != step:
-            return None
-        loaded: list[dict[str, Any]] = []
-        for name, digest in manifest["files"].items():
-            arrays = _load(self._folder / name, digest)
-            if arrays is None:
-                log.error("%s is damaged; step %d is sampled again", self._folder / name, step)
-                return None
-            loaded.append(arrays)
-        # JSON keeps the order of `write`: the batch is last.
-        *chunks, rows = loaded
+        chunks = []
+        for number in range(content["chunks"]):
+            arrays = self._load(f"chunk-{number:05d}")
+            columns = RolloutColumns(**{**arrays, "samples": int(arrays["samples"][0])})
+            chunks.append(self._fleet.put(columns))
+        rows = self._load("batch")
         return RolloutBatch(
-            [self._fleet.put(_columns(chunk)) for chunk in chunks],
+            chunks,
             Places(rows["objects"], rows["rows"]),
             rows["lengths"],
             rows["finished"],
             [self._prompts[i] for i in rows["prompts"].tolist()],
-            None if manifest["rewards"] is None else RewardBatch(**manifest["rewards"]),
-            manifest["replaced"],
-            manifest["scores_before"],
-            from_cache=True,
-            version=manifest["version"],
+            None if content["rewards"] is None else RewardBatch(**content["rewards"]),
+            content["replaced"],
+            content["scores_before"],
+            version=content["version"],
         )
-
-    def _manifest(self) -> dict[str, Any] | None:
-        try:
-            checksum, content = (self._folder / "manifest.json").read_bytes().split(b"\n", 1)
-        except (FileNotFoundError, ValueError):
-            return None
-        if hashlib.sha256(content).hexdigest().encode() != checksum:
-            return None
-        manifest: dict[str, Any] = json.loads(content)
-        return manifest
-
-
-def _columns(arrays: Mapping[str, Any]) -> RolloutColumns:
-    return RolloutColumns(**{**arrays, "samples": int(arrays["samples"][0])})
-
-
-def _save(file: Path, arrays: Mapping[str, Any]) -> str:
-    """Write arrays to a file and return its sha256."""
-    # safetensors reads the memory of an array without its strides. `samples` becomes an array of one element.
-    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-    file.write_bytes(content)
-    return hashlib.sha256(content).hexdigest()
-
-
-def _load(file: Path, digest: str) -> dict[str, Any] | None:
-    """Return the arrays of a file, or None if it is missing or has another sha256."""
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    if hashlib.sha256(content).hexdigest() != digest:
-        return None
-    arrays: dict[str, Any] = load(content)
-    return arrays
 
 
 class Rollouts:
@@ -213,52 +161,14 @@ class Rollouts:
 
 
 class SynchronousRollouts(Rollouts):
-    """Samples each step when it begins, with the weights of the step before.
-
-    The step after a checkpoint is also written to files: an attempt that is interrupted in it uses them
-    instead of sampling again (`RolloutCache`). In other steps, an attempt that continues from the checkpoint
-    has other weights.
-    """
-
-    def __init__(
-        self,
-        ppo: PPOConfig,
-        fleet: Fleet,
-        prompts: Sequence[PromptExample],
-        collector: Collector,
-        cache: RolloutCache,
-    ) -> None:
-        super().__init__(ppo, fleet, prompts, collector)
-        self._cache = cache
-        self.checkpointed = 0
-        """Step of the last checkpoint."""
+    """Samples each step when it begins, with the weights of the step before."""
 
     @override
     def take(self, step: int) -> RolloutBatch:
         self._fleet.turns.sample()
-        batch = self._read_or_collect(step)
+        batch = self._collector.collect(step, step - 1)
         self._fleet.turns.train()
         return batch
-
-    def _read_or_collect(self, step: int) -> RolloutBatch:
-        follows_checkpoint = self.checkpointed == step - 1
-        if follows_checkpoint:
-            cached = self._cache.read(step)
-            if cached is not None:
-                log.info("step %d: using the %d rollouts that an earlier attempt sampled", step, len(cached))
-                return cached
-        batch = self._collector.collect(step, step - 1)
-        if follows_checkpoint:
-            self._cache.write(step, batch)
-        return batch
-
-    @override
-    def save(self, folder: Path, completed: int) -> None:
-        self.checkpointed = completed
-
-    @override
-    def restore(self, folder: Path, completed: int) -> None:
-        self.checkpointed = completed
 
 
 class RolloutsAhead(Rollouts):
@@ -303,6 +213,7 @@ class RolloutsAhead(Rollouts):
         """After a sync of version `completed`, let the engines sample all batches up to the next sync."""
         if completed % self._ppo.sync_every:
             return
+        # One step beyond the next sync: its batch is sampled before the sync, so that no engine waits for it.
         last = min(completed + self._ppo.sync_every + 1, self._ppo.steps)
         for step in range(completed + 2, last + 1):
             self._batches[step] = self._collector.start(step, completed, ahead=True)
@@ -328,7 +239,7 @@ class RolloutsAhead(Rollouts):
     def save(self, folder: Path, completed: int) -> None:
         """Store all batches, which were waited for, in the checkpoint of step `completed`."""
         for step, batch in zip(self._batches, self.finished, strict=True):
-            self._cache(folder, step - completed).write(step, batch)
+            self._stored(folder, step - completed).write(step, batch)
 
     @override
     def restore(self, folder: Path, completed: int) -> None:
@@ -340,7 +251,7 @@ class RolloutsAhead(Rollouts):
         every = self._ppo.sync_every
         next_sync = math.ceil(completed / every) * every
         for step in range(completed + 1, min(next_sync + 1, self._ppo.steps) + 1):
-            batch = self._cache(folder, step - completed).read(step)
+            batch = self._stored(folder, step - completed).read(step)
             if batch is None:
                 raise CorruptArtifact(
                     f"the checkpoint {folder} has no readable rollouts of step {step}, which"
@@ -349,28 +260,15 @@ class RolloutsAhead(Rollouts):
                 )
             self._batches[step] = batch
 
-    def _cache(self, folder: Path, number: int) -> RolloutCache:
+    def _stored(self, folder: Path, number: int) -> StoredRollouts:
         """Return the place of the batch of the next step (`number` 1) or of a later one in a checkpoint."""
         folder = folder if number == 1 else folder / f"ahead-{number}"
-        return RolloutCache(folder, self._prompts, self._fleet)
+        return StoredRollouts(folder, self._prompts, self._fleet)
 
 
 def rollouts_of(
-    ppo: PPOConfig,
-    fleet: Fleet,
-    prompts: Sequence[PromptExample],
-    collector: Collector,
-    cache: RolloutCache,
+    ppo: PPOConfig, fleet: Fleet, prompts: Sequence[PromptExample], collector: Collector
 ) -> Rollouts:
-    """Return the configured schedule.
-
-    Args:
-        ppo: Section `ppo`.
-        fleet: Holds the chunks.
-        prompts: All prompts, in the same order in each attempt.
-        collector: Samples the batches.
-        cache: Files that outlive an attempt.
-    """
-    if ppo.staleness == 0:
-        return SynchronousRollouts(ppo, fleet, prompts, collector, cache)
-    return RolloutsAhead(ppo, fleet, prompts, collector)
+    """Return the configured schedule. For the arguments, see `Rollouts`."""
+    kind = RolloutsAhead if ppo.staleness else SynchronousRollouts
+    return kind(ppo, fleet, prompts, collector)

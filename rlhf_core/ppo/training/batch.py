@@ -217,8 +217,6 @@ class RolloutBatch:
 
     None without filtering.
     """
-    from_cache: bool = False
-    """Whether an earlier attempt sampled the batch."""
     version: int = 0
     """Policy version that sampled all responses."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)

@@ -108,16 +108,6 @@ def _many_engines(situation: Situation) -> str | None:
     return f"engines idle {idle:.0%} of a step: ppo.engine.count={enough} would do"
 
 
-def _idle_cores(situation: Situation) -> str | None:
-    ppo, metrics = situation.ppo, situation.metrics
-    if ppo.staleness or ppo.colocate == "all" or situation.share("rollout") < 0.1:
-        return None
-    return (
-        f"the cores idle {metrics['idle/cores']:.0%} of a step: ppo.staleness=1 would let the engines sample"
-        " during scoring and training"
-    )
-
-
 def _few_engines(situation: Situation) -> str | None:
     count, share = situation.ppo.engine.count, situation.share("rollout")
     # More engines cost devices: a setting of the present ones that would help is advised alone.
@@ -179,30 +169,11 @@ def _sync(situation: Situation) -> str | None:
     can_send_adapter = lora is not None and lora.quantize is None and lora.r <= MAX_ENGINE_RANK
     if can_send_adapter and not ppo.syncs_adapter and ppo.served_dtype != "float32":
         return f"{found}: ppo.weight_sync.lora=adapter would send the adapter alone"
-    backend, ranks = ppo.weight_sync.backend, ppo.policy_deepspeed.ranks
-    if situation.device == "cuda" and backend == "gloo":
+    if situation.device == "cuda" and ppo.weight_sync.backend == "gloo":
         return f"{found}: ppo.weight_sync.backend=auto would send from GPU to GPU"
     if ppo.engine.dtype == "float32" and ppo.policy_deepspeed.dtype != "float32":
         return f"{found}: ppo.engine.dtype={ppo.policy_deepspeed.dtype} would send half as many bytes"
-    if backend == "gloo" and ppo.weight_sync.senders == 1 and ranks > 1:
-        return f"{found}: ppo.weight_sync.senders={ranks} would send from all policy ranks"
     return None
-
-
-def _small_buckets(situation: Situation) -> str | None:
-    """Each bucket costs a call of the engines and a synchronization of the ranks."""
-    sync, metrics = situation.ppo.weight_sync, situation.metrics
-    default = sync.model_copy(update={"bucket_mib": None}).bucket_bytes(situation.device)
-    used, present = metrics["sync/link_share"], sync.bucket_bytes(situation.device)
-    few = metrics["sync/bytes"] <= 2 * present
-    if sync.backend == "gloo" or present >= default or few or used > 0.1 or metrics["sync/share"] < 0.05:
-        return None
-    return (
-        f"the weight sync takes {metrics['sync/share']:.0%} of a step and uses {used:.1%} of the link:"
-        f" ppo.weight_sync.bucket_mib={default >> 20} would send"
-        f" {math.ceil(metrics['sync/bytes'] / default)} buckets instead of"
-        f" {math.ceil(metrics['sync/bytes'] / present)}"
-    )
 
 
 def _idle_gpu(situation: Situation) -> str | None:
@@ -288,14 +259,12 @@ def _checkpoints(situation: Situation) -> str | None:
 RULES = (
     Rule("idle_engines", "idle/engines", 0.2, _idle_engines),
     Rule("many_engines", "idle/engines", 0.4, _many_engines),
-    Rule("idle_cores", "idle/cores", 0.4, _idle_cores),
     Rule("few_engines", "idle/policy", 0.5, _few_engines),
     Rule("slow_critic", "idle/policy", 0.2, _slow_critic),
     Rule("slow_policy", "idle/critic", 0.2, _slow_policy),
     Rule("padding", "padding/share", 0.2, _padding),
     Rule("sync", "sync/share", 0.15, _sync),
-    # Wherever there are figures: the conditions are in the functions.
-    Rule("small_buckets", "sync/link_share", 0.0, _small_buckets),
+    # Wherever there are figures: the conditions are in the function.
     Rule("idle_gpu", "gpu/utilisation/training", 0.0, _idle_gpu),
     Rule("full_gpu", "gpu/memory/policy", 0.97, _full_gpu),
     Rule("rewards", "data_wait/share", 0.2, _rewards),

@@ -57,9 +57,6 @@ class StepChecks:
     def __init__(self, ppo: PPOConfig, best_checkpoint: Callable[[], str | None]) -> None:
         self._ppo = ppo
         self._best_checkpoint = best_checkpoint
-        self._measured_by = "the reward of its own responses minus ppo.kl.coef x their KL"
-        if ppo.evaluation_interval is not None:
-            self._measured_by = "its score on held-out prompts minus ppo.kl.coef x their KL"
         self._high_kl = 0
         self._nonfinite = 0
         self._uniform = False
@@ -188,7 +185,12 @@ class StepChecks:
         best = None
         with suppress(StoreError):  # would replace the error that is about to be raised
             best = self._best_checkpoint()
-        return f"; the best checkpoint, by {self._measured_by}, is kept: {best}" if best else ""
+        if best is None:
+            return ""
+        return (
+            "; the best checkpoint, by its score on held-out prompts minus ppo.kl.coef x their KL, is kept:"
+            f" {best}"
+        )
 
 
 PROMPTS = 4
@@ -220,17 +222,11 @@ class SyncCheck:
         composer: Composer,
         seed: int,
     ) -> None:
-        # With a queue, one engine could take all prompts.
-        engine = ppo.engine.model_copy(update={"dispatch": "fixed"})
         own = ppo.model_copy(
-            update={
-                "samples_per_prompt": 1,
-                "max_new_tokens": min(TOKENS, ppo.response_limit),
-                "engine": engine,
-            }
+            update={"samples_per_prompt": 1, "max_new_tokens": min(TOKENS, ppo.response_limit)}
         )
         self._fleet = fleet
-        self._prompts = list(prompts[: PROMPTS * engine.count])
+        self._prompts = list(prompts[: PROMPTS * ppo.engine.count])
         seed = derive_seed(seed, "sync check")
         self._collector = Collector(own, fleet, prompts, decode, composer, seed)
 

@@ -11,26 +11,20 @@ ones, and are slower than the others.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-import psutil
-
-from rlhf_core.cluster.connect import on_cluster
-from rlhf_core.cluster.rpc import Usage, process_usage
+from rlhf_core.cluster.rpc import Usage
 from rlhf_core.config.placement import TRAINED, Group, PPOSettings
 from rlhf_core.engines.sync.sender import SyncReport
-from rlhf_core.planning.hardware import visible_hardware
 from rlhf_core.ppo.fleet.fleet import ENGINES, Fleet
 from rlhf_core.ppo.training.batch import RolloutBatch
 
 Metrics = dict[str, float]
 Counters = Mapping[str, float]
 
-_SAMPLING = ("sample", "sample_from")
+_SAMPLING = ("sample",)
 _SCORING = ("logprobs", "values", "scores", "make_experience")
 _TRAINING = ("update_policy", "update_critic")
 _SYNC = ("send_weights", "start_weight_update", "update_weights", "finish_weight_update", "acknowledge")
@@ -73,22 +67,14 @@ class Utilisation:
         self._epochs = settings.ppo.epochs
         self._shares = settings.ppo.minibatches * settings.ppo.policy_deepspeed.ranks
         """Parts of a batch: those of all policy ranks in all minibatches."""
-        self._link = link_speed(fleet.device, fleet.sync_backend)
         self._overlapped = settings.ppo.staleness > 0
         self._fleet = fleet
-        self._cores: list[int] = []
-        """Cores that all processes share; empty on GPUs and on a cluster."""
-        if fleet.device == "cpu" and not on_cluster():
-            self._cores = sorted(os.sched_getaffinity(0))
-        self._threads = settings.run.threads or len(self._cores)
         self._last: dict[str, list[Usage]] | None = None
-        self._last_cores: CoreTimes | None = None
 
     def begin(self) -> None:
         """Begin the next step now: what the engines sampled for an evaluation is not part of a step."""
         if self._last is not None:
             self._last = self._fleet.usage_by_group()
-            self._last_cores = self._core_times()
 
     def measure(self, steps: StepsSinceSync, sampled: Sequence[RolloutBatch]) -> Metrics:
         """Return the metrics of the steps that end now; {} if the counters are not known.
@@ -100,8 +86,6 @@ class Utilisation:
         seconds = steps.timings["timing/step"]
         usage = self._fleet.usage_by_group()
         before, self._last = self._last, usage
-        cores = self._core_times()
-        cores_before, self._last_cores = self._last_cores, cores
         if usage is None or before is None:
             return {}
         if len(usage[ENGINES]) != len(before[ENGINES]):
@@ -109,9 +93,6 @@ class Utilisation:
         work = {name: _differences(before[name], usage[name]) for name in usage}
         groups = [workers.group for workers in self._fleet.distinct_groups]
         measured: Metrics = {}
-        if cores is not None and cores_before is not None:
-            used = _cpu_seconds(before, usage)
-            measured["idle/cores"] = idle_cores(cores_before, cores, used, len(self._cores), self._threads)
         moving = moving_seconds(work)
         if moving:
             measured["moving/share"] = moving / seconds
@@ -126,65 +107,17 @@ class Utilisation:
             "tokens/minibatch": _tokens(steps.batches) / len(steps.batches) / self._shares,
         }
 
-    def sync_metrics(self, report: SyncReport) -> Metrics:
-        """Return the size, time and rate of a weight sync, and the rate as a share of the link's."""
-        rate = report.bytes / report.seconds
-        metrics = {
-            "sync/bytes": float(report.bytes),
-            "sync/seconds": report.seconds,
-            "sync/gb_per_s": rate / 1e9,
-        }
-        return metrics if self._link is None else metrics | {"sync/link_share": rate / self._link}
-
-    def _core_times(self) -> CoreTimes | None:
-        """Return the times of the cores up to now; None where they are not measured."""
-        return CoreTimes.read(self._cores) if self._cores else None
-
-
-@dataclass(frozen=True)
-class CoreTimes:
-    """Times up to one moment, in seconds."""
-
-    clock: float
-    idle: float
-    """Sum over the cores."""
-    own: float
-    """CPU time of this process."""
-
-    @classmethod
-    def read(cls, cores: Sequence[int]) -> CoreTimes:
-        """Return the times up to now, of these cores."""
-        times = psutil.cpu_times(percpu=True)
-        idle = sum(times[core].idle for core in cores if core < len(times))
-        return cls(time.monotonic(), idle, process_usage().cpu_seconds)
-
 
 # -- from counters to metrics --
 
 
-def idle_cores(before: CoreTimes, now: CoreTimes, used: float, cores: int, threads: int) -> float:
-    """Return the share of the cores that neither the processes of PPO nor others have used.
-
-    Args:
-        before: Times at the start of the step.
-        now: Times at its end.
-        used: CPU seconds of ranks and engines in the step.
-        cores: Number of cores.
-        threads: Number of them that the run may use.
-    """
-    seconds = now.clock - before.clock
-    unused = 1 - (used + now.own - before.own) / (threads * seconds)
-    # A busy machine leaves this run less than its cores; then they are not idle.
-    return max(0.0, min(unused, (now.idle - before.idle) / (cores * seconds)))
-
-
-def _cpu_seconds(before: Mapping[str, Sequence[Usage]], after: Mapping[str, Sequence[Usage]]) -> float:
-    """Return the CPU time of all processes between two readings. A process that was replaced adds none."""
-    used = 0.0
-    for name in after:
-        for old, new in zip(before[name], after[name], strict=True):
-            used += max(0.0, new.cpu_seconds - old.cpu_seconds)
-    return used
+def sync_metrics(report: SyncReport) -> Metrics:
+    """Return the size, time and rate of a weight sync."""
+    return {
+        "sync/bytes": float(report.bytes),
+        "sync/seconds": report.seconds,
+        "sync/gb_per_s": report.bytes / report.seconds / 1e9,
+    }
 
 
 def idle_shares(work: Mapping[str, Sequence[Counters]], groups: Sequence[Group], seconds: float) -> Metrics:
@@ -293,20 +226,6 @@ def gpu_metrics(
 
 def _sum(processes: Sequence[Counters], name: str, methods: Sequence[str]) -> float:
     return sum(process.get(f"{name}/{method}", 0.0) for process in processes for method in methods)
-
-
-def link_speed(device: str, backend: str) -> float | None:
-    """Return the bytes per second of what the weight sync goes through, as `rlhf plan` has them; None where
-    the devices are not known.
-
-    Args:
-        device: "cpu" or "cuda".
-        backend: Backend of the weight sync. With `ipc`, sender and receiver are on the same GPU.
-    """
-    hardware = visible_hardware() if device == "cuda" and not on_cluster() else None
-    if hardware is None:
-        return None
-    return hardware.device.bandwidth if backend == "ipc" else hardware.device.link
 
 
 def padding_share(batches: Sequence[RolloutBatch]) -> float:

@@ -256,7 +256,7 @@ SECRETS = (
     Bad("a signed address", f"store: {{url: 's3://bucket/x?X-Amz-Signature={SECRET}'}}",
         ("store.url", "credentials")),
     Bad("a service's user",
-        f"ppo: {{rewards: [{{type: remote, urls: ['http://me:{SECRET}@a/x'], allowed_hosts: [a]}}]}}",
+        f"ppo: {{rewards: [{{type: remote, urls: ['http://me:{SECRET}@a/x']}}]}}",
         ("ppo.rewards.0", "RLHF_REWARD_TOKEN")),
     Bad("a password as a field", f"tracking: {{password: {SECRET}}}", ("tracking.password", "unknown key")),
     Bad("a key as a field", f"model: {{api_key: {SECRET}}}", ("model.api_key", "unknown key")),

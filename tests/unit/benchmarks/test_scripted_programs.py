@@ -1,7 +1,6 @@
 """The benchmarks that simulate devices or histories, at their smallest size.
 
 - they end with tables that have a row for each case
-- the table of senders says whether the checksums of one and two senders are equal
 - the controller's time is measured for each number of ranks, in a process of its own
 """
 
@@ -11,14 +10,12 @@ import io
 import json
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.benchmarks import architectures, driver_scale, growth, promotion, weight_senders
-from tests.benchmarks.weight_senders import Case, Job, Measured
+from tests.benchmarks import architectures, driver_scale, growth, promotion
 
 
 def cells(text: str) -> list[list[str]]:
@@ -93,44 +90,6 @@ def test_promotion_ends_with_its_eight_tables(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("altered", [False, True])
-def test_the_table_of_senders_compares_speed_and_checksums(
-    altered: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs: list[tuple[Job, str]] = []
-
-    def measured(job: Job, rate: str, shared: Path) -> list[Measured]:
-        jobs.append((job, rate))
-        assert (shared / Path(job.model).name / "model.safetensors").exists()
-        wrong = altered and job.weights == "zero3"
-        return [
-            Measured(Case(*case), 4.0 / case[1], 8_000_000, {"a": str(case[1]) if wrong else "same"})
-            for case in job.cases
-        ]
-
-    monkeypatch.setattr(weight_senders, "measure", measured)
-    monkeypatch.setattr(weight_senders, "missing_right", lambda: None)
-    weight_senders.main(["--rate", "50mbit", "--syncs", "2"])
-    assert [(job.weights, job.syncs, rate) for job, rate in jobs] == [
-        ("replicated", 2, "50mbit"), ("zero3", 2, "50mbit"),
-    ]  # fmt: skip
-    shown = capsys.readouterr().out
-    verdict = "DIFFERENT" if altered else "1 equal"
-    assert cells(shown) == [
-        [weights, engines, "4.00 s", "2.00 s", "2.00x", verdict if weights == "zero3" else "1 equal"]
-        for weights in ("replicated", "zero3")
-        for engines in ("apart", "beside")
-    ]
-    assert "8.0 MB of weights; medians of 2 syncs" in shown
-
-
-def test_without_the_right_to_make_hosts_the_senders_are_not_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(weight_senders, "missing_right", lambda: "needs root")
-    with pytest.raises(SystemExit, match="weight_senders: needs root"):
-        weight_senders.main([])
-
-
 def test_the_page_of_architectures_has_a_row_for_each_and_names_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

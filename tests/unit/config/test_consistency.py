@@ -185,7 +185,7 @@ def test_a_judge_that_refuses_every_policy_is_warned_of(
 def test_a_grader_is_not_measured_without_pairs_of_people(
     labels: tuple[str | None, ...], settings: dict[str, Any], warned: bool
 ) -> None:
-    grader = {"type": "language_model", "url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}
+    grader = {"type": "language_model", "url": "http://one/v1", "model": "m"}
     tree = {
         "run": {"device": "cpu"},
         "data": {"preference": [{"path": "synthetic", "labelled_by": label} for label in labels]},

@@ -52,7 +52,7 @@ SECTIONS: dict[str, set[str]] = {
 }
 """Stages whose keys contain each section."""
 
-SERVICE = {"type": "remote", "urls": ["http://one/x"], "allowed_hosts": ["one", "other"]}
+SERVICE = {"type": "remote", "urls": ["http://one/x"]}
 
 
 def _changed(tree: dict[str, Any]) -> set[str]:
@@ -133,7 +133,7 @@ EVERYTHING = {
     "reward": {"lora": {}, "early_stop": {}, "judge": JUDGE, "ensemble": {"combine": "uncertainty"}},
     "dpo": {"enabled": True, "lora": {}, "early_stop": {}},
     "sample": {},
-    "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
+    "evaluate": {"language_model": {"url": "http://one/v1", "model": "m"}},
     "ppo": {
         "algorithm": "grpo",
         "samples_per_prompt": 2,
@@ -155,7 +155,7 @@ EVERYTHING = {
             {"type": "answer"},
             {"type": "python", "function": "a:b"},
             SERVICE,
-            {"type": "language_model", "url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]},
+            {"type": "language_model", "url": "http://one/v1", "model": "m"},
         ],
     },
 }
@@ -180,24 +180,24 @@ IN_NO_KEY = {
     "reward.judge.path", "reward.judge.revision", "reward.judge.micro_batch_tokens",
     "dpo.checkpoint_every", "dpo.eval_every", "dpo.micro_batch_tokens", "dpo.threads",
     "evaluate.engines", "evaluate.ranks",
-    *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "allowed_hosts", "api_key_env",
+    *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "api_key_env",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.advantages.file",
     "ppo.checkpoint_every", "ppo.enabled", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
-    "ppo.engine.dispatch", "ppo.engine.prefix_caching",
+    "ppo.engine.prefix_caching",
     "ppo.engine.max_restarts", "ppo.engine.min_count",
     "ppo.engine.sleep_level",
     "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",
-    "ppo.weight_sync.senders",
+   
     "ppo.rewards.python.file", "ppo.rewards.python.retries", "ppo.rewards.python.timeout",
-    "ppo.rewards.remote.allowed_hosts", "ppo.rewards.remote.backoff", "ppo.rewards.remote.breaker_failures",
+    "ppo.rewards.remote.backoff", "ppo.rewards.remote.breaker_failures",
     "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency",
     "ppo.rewards.remote.items_per_request",
     "ppo.rewards.remote.retries", "ppo.rewards.remote.timeout",
-    *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "allowed_hosts", "api_key_env",
+    *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "api_key_env",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
 }  # fmt: skip
 """Whatever they are, the result is the same but for rounding, or its content counts in their place.
@@ -367,7 +367,7 @@ OPTIONAL_SECTIONS = {
     "reward": {"lora": {}, "early_stop": {}, "judge": {}, "ensemble": {}},
     "dpo": {"enabled": True, "lora": {}},
     "sample": {},
-    "evaluate": {"language_model": {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}},
+    "evaluate": {"language_model": {"url": "http://one/v1", "model": "m"}},
     "ppo": {
         "lora": {},
         "overlong": {"buffer": 1},

@@ -18,7 +18,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import check_consistency
 from rlhf_core.evaluation.check import check_language_model
 
-SERVER = {"url": "http://judge.example/v1", "model": "m", "allowed_hosts": ["judge.example"]}
+SERVER = {"url": "http://judge.example/v1", "model": "m"}
 OF_PEOPLE: dict[str, Any] = {"path": "synthetic"}
 OF_MODEL = OF_PEOPLE | {"labelled_by": "reward"}
 
@@ -33,10 +33,8 @@ def config_of(judge: dict[str, Any], **sections: Any) -> PipelineConfig:
     [
         ({}, "needs either path or url; got neither"),
         (SERVER | {"path": "judge"}, "needs either path or url; got both"),
-        ({"path": "judge", "api_key_env": "MY_KEY"}, "path is run here; got model, allowed_hosts or"),
-        ({"url": "http://a/v1", "allowed_hosts": ["a"]}, r"url needs evaluate\.language_model\.model"),
-        (SERVER | {"allowed_hosts": []}, r"allowed_hosts \(none\); got judge\.example; add it"),
-        (SERVER | {"allowed_hosts": ["http://a"]}, "allowed_hosts must hold host names"),
+        ({"path": "judge", "api_key_env": "MY_KEY"}, "path is run here; got model or api_key_env"),
+        ({"url": "http://a/v1"}, r"url needs evaluate\.language_model\.model"),
         (SERVER | {"url": "ftp://judge.example"}, r"must be http\(s\)://host"),
         (SERVER | {"url": "http://judge.example/v1?key=1"}, "no user, password, query or fragment"),
         (SERVER | {"api_key_env": "HOME"}, "api_key_env must have a name whose value logs hide"),
@@ -84,14 +82,11 @@ def test_files_key_and_host_are_checked_before_the_run(
         f"evaluate.language_model.rubric: cannot be read: {tmp_path}/r does not exist; give a UTF-8 text"
         " file",
         "evaluate.language_model.api_key_env: JUDGE_API_KEY is not set; set it, or leave it out",
-        "evaluate.language_model.url: must lead to public addresses or to listed ones; got judge.example,"
-        " which is 10.1.2.3; if that is meant, add the address or its network to"
-        " evaluate.language_model.allowed_hosts",
     ]
     (tmp_path / "r").write_text("Shorter is better.")
-    listed = SERVER | {"allowed_hosts": ["judge.example", "10.0.0.0/8"], "rubric": str(tmp_path / "r")}
-    assert findings(listed) == []
-    assert findings(listed | {"api_key_env": "JUDGE_API_KEY"}) == [
+    with_rubric = SERVER | {"rubric": str(tmp_path / "r")}
+    assert findings(with_rubric) == []
+    assert findings(with_rubric | {"api_key_env": "JUDGE_API_KEY"}) == [
         "evaluate.language_model.api_key_env: JUDGE_API_KEY is not set; set it, or leave it out"
     ]
     [problem] = findings({"path": str(tmp_path)})

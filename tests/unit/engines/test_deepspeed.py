@@ -145,8 +145,6 @@ def test_engines_get_the_parameters_of_a_llama_in_their_order(tied: bool) -> Non
         tensor.data_ptr() == p.data_ptr() for (_, tensor), (_, p) in zip(sent, parameters, strict=True)
     )
     assert engine.shapes() == [(name, tuple(p.shape)) for name, p in parameters]
-    engine.zero_stage = 3
-    assert engine.is_sharded
 
 
 def test_engines_get_the_experts_under_the_names_of_their_files(tmp_path: Path) -> None:
@@ -162,8 +160,6 @@ def test_engines_get_the_experts_under_the_names_of_their_files(tmp_path: Path) 
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in sent
     assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
     assert engine.shapes() == [(name, tuple(tensor.shape)) for name, tensor in sent.items()]
-    engine.zero_stage = 3
-    assert not engine.is_sharded, "its shards are parts of other tensors"
 
 
 @pytest.mark.parametrize("copies", [(), ("average",), ("average", "best")])

@@ -30,7 +30,6 @@ import pytest
 from rlhf_core.config.engine import EngineConfig
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.errors import InfrastructureError, OutOfMemory, WeightSyncError
-from rlhf_core.types import PromptExample
 
 
 def _update(*_: Any) -> dict[int, Any]:
@@ -212,71 +211,13 @@ def test_missing_memory_is_reported(
 
 
 class ScriptedLLM:
-    """vLLM that finishes one request in each step, the last one first."""
+    """vLLM whose prefix cache is reset, or not."""
 
-    def __init__(self) -> None:
-        self.waiting: list[str] = []
-        self.added = 0
-        self.steps_without_requests = 0
-        self.is_reset = True
-
-    @property
-    def llm_engine(self) -> ScriptedLLM:
-        return self
-
-    def enqueue(self, prompts: list[Any], parameters: list[Any], **_: Any) -> list[str]:
-        numbers = [str(self.added + i) for i in range(len(prompts))]
-        self.added += len(prompts)
-        self.waiting += numbers
-        return [f"{number}-1c9e{number}" for number in numbers]
-
-    def step(self) -> list[Any]:
-        if not self.waiting:
-            self.steps_without_requests += 1
-            return []
-        number = self.waiting.pop()
-        logprobs = SimpleNamespace(logprobs=[-float(number), -0.5])
-        samples = [
-            SimpleNamespace(index=k, token_ids=[int(number), k], logprobs=logprobs, finish_reason="stop")
-            for k in (1, 0)
-        ]
-        return [SimpleNamespace(request_id=number, outputs=samples)]
+    def __init__(self, is_reset: bool) -> None:
+        self.is_reset = is_reset
 
     def reset_prefix_cache(self) -> bool:
         return self.is_reset
-
-
-@pytest.mark.parametrize(("max_num_seqs", "asked_for"), [(6, [3, 1, 1]), (1, [1, 1, 1, 1, 1])])
-def test_prompts_are_taken_while_others_are_sampled(
-    asked: dict[str, Any],
-    tmp_path: Path,
-    max_num_seqs: int,
-    asked_for: list[int],
-) -> None:
-    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
-    engine = Engine(tmp_path, EngineConfig(max_num_seqs=max_num_seqs), device="cpu", max_model_len=64, seed=0)
-    engine.llm = llm = ScriptedLLM()
-    prompts = [PromptExample(f"p{i}", "", (i,)) for i in range(4)]
-    left = [(prompt, 7) for prompt in prompts]
-    asks = []
-
-    def take(most: int) -> list[tuple[PromptExample, int]]:
-        asks.append(most)
-        taken = left[:most]
-        del left[:most]
-        return taken
-
-    groups = engine.generate_from(take, n=2, max_new_tokens=4, temperature=1.0, policy_version=3)
-    assert asks == asked_for
-    assert [row.prompt_id for group in groups for row in group] == [
-        p.prompt_id for p in prompts for _ in "ab"
-    ]
-    assert [(row.response_ids, row.rollout_logprobs) for row in groups[3]] == [
-        ((3, 0), (-3.0, -0.5)),
-        ((3, 1), (-3.0, -0.5)),
-    ]
-    assert {row.policy_version for group in groups for row in group} == {3}
-    assert llm.steps_without_requests == 0, "with several processes it would wait for ever"
 
 
 @pytest.mark.parametrize(
@@ -288,8 +229,7 @@ def test_a_prefix_cache_that_is_kept_is_an_error(
     (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
     engine = Engine(tmp_path, EngineConfig(prefix_caching=caching), device="cpu", max_model_len=64, seed=0)
     assert asked["enable_prefix_caching"] is caching
-    engine.llm = ScriptedLLM()
-    engine.llm.is_reset = is_reset
+    engine.llm = ScriptedLLM(is_reset)
     if fails:
         with pytest.raises(WeightSyncError, match="kept its prefix cache"):
             engine.forget_prefixes()

@@ -49,7 +49,7 @@ def test_judge_in_the_policys_reward_is_detected(measure: str, rewards: Any, tra
 def test_a_language_model_that_rewards_is_no_independent_judge(
     model: str, weight: float, trained: bool
 ) -> None:
-    service = {"url": "http://one/v1", "allowed_hosts": ["one"]}
+    service = {"url": "http://one/v1"}
     reward = service | {"type": "language_model", "model": model, "weight": weight}
     config = config_of([reward], evaluate={"language_model": service | {"model": "m"}})
     assert scoring.trained_on(config, "language_model") is trained

@@ -55,7 +55,6 @@ def config_of(folder: Path, url: str | None = None, **settings: Any) -> Pipeline
         settings = {
             "url": url,
             "model": "judge-1",
-            "allowed_hosts": ["127.0.0.1"],
             "backoff": 0.01,
         } | settings
     tree = {

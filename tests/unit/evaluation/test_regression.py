@@ -218,7 +218,7 @@ def test_a_set_is_in_the_key_of_the_evaluation_only(tmp_path: Path) -> None:
         ({"reward": {"type": "answer", "weight": 2.0}}, "weight and normalize have no effect"),
         ({"path": "synthetic"}, "makes the prompts of training"),
         (
-            {"reward": {"type": "remote", "urls": ["http://a"], "allowed_hosts": ["a"], "on_error": "mask"}},
+            {"reward": {"type": "remote", "urls": ["http://a"], "on_error": "mask"}},
             "leave responses out",
         ),
         ({"margin": 0.0}, r"margin\n  Input should be greater than 0"),

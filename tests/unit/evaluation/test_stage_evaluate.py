@@ -451,7 +451,7 @@ def test_a_language_model_is_measured_first_and_then_decides(
     write(context.inputs["data"], "pairs", "eval", pairs)
     write_json(context.inputs["data"] / "data_card.json", {"sources": []})
     with ChatServer(respond) as server:
-        judge = {"url": server.url, "model": "big-judge", "allowed_hosts": ["127.0.0.1"]}
+        judge = {"url": server.url, "model": "big-judge"}
         config = config_of(
             run={"device": "cpu", "home": str(tmp_path)},
             evaluate={"prompts": 6, "bootstrap": 200, "samples": 4, "language_model": judge},
@@ -583,7 +583,7 @@ def test_a_language_model_among_the_rewards_is_measured_without_ppo(
     inputs = {**context.inputs, "dpo": tmp_path / "dpo"}
     del inputs["ppo"]
     with ChatServer(lambda question: "3" if "good 1" in question else "9") as server:
-        grader = {"type": "language_model", "url": server.url, "model": "m", "allowed_hosts": ["127.0.0.1"]}
+        grader = {"type": "language_model", "url": server.url, "model": "m"}
         config = config_of(
             run={"device": "cpu", "home": str(tmp_path / "home")},
             ppo={"enabled": False, "rewards": [grader]}, dpo={"enabled": True}, register={"policy": "dpo"},

@@ -161,7 +161,6 @@ def test_a_served_model_gives_the_scores_of_the_pipeline(folder: Path, scorer: S
         source = RemoteReward(
             type="remote",
             urls=(url,),
-            allowed_hosts=("127.0.0.1",),
             send_tokens=send_tokens,
             items_per_request=2,
         )
@@ -195,9 +194,7 @@ def test_text_mode_scores_equal_the_model_reward(folder: Path, tmp_path: Path, s
     assert [sample.response for sample in samples] == [response for _, response in texts]
 
     url = f"{start(Scorer(served))}/score"
-    service = RemoteService(
-        RemoteReward(type="remote", urls=(url,), allowed_hosts=("127.0.0.1",), send_tokens=False)
-    )
+    service = RemoteService(RemoteReward(type="remote", urls=(url,), send_tokens=False))
     outcome = service(samples)
     service.close()
     by_tokens = expected(served, [(sample.prompt_ids, sample.response_ids) for sample in samples])
@@ -418,7 +415,7 @@ def test_a_client_without_the_token_gets_the_reason(start: Start, monkeypatch: p
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     url = start(Scripted())
     monkeypatch.delenv(TOKEN_VARIABLE)
-    service = RemoteService(RemoteReward(type="remote", urls=(f"{url}/score",), allowed_hosts=("127.0.0.1",)))
+    service = RemoteService(RemoteReward(type="remote", urls=(f"{url}/score",)))
     with pytest.raises(RewardError, match=r"status 401, .* RLHF_REWARD_TOKEN"):
         service([RewardInput("p", "a", "b", (1,), (2,), True)])
     service.close()

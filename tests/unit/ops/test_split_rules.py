@@ -93,18 +93,8 @@ def test_further_settings_place_the_processes_in_another_way(model: str, gpus: s
             "2xH100-80G",
             {"ppo.colocate": "all", "ppo.weight_sync.backend": "auto"},
         ),
-        (
-            {
-                "weight_sync": {"backend": "gloo", "senders": 8},
-                "policy_deepspeed": {"dtype": "bfloat16", "ranks": 8},
-                "prompts_per_step": 32,
-            },
-            "qwen3-0.6b",
-            "4xH100-80G",
-            {"ppo.weight_sync.senders": "auto"},
-        ),
     ],
-    ids=["staleness", "no critic", "nccl", "senders"],
+    ids=["staleness", "no critic", "nccl"],
 )
 def test_settings_are_found_that_are_a_valid_configuration(
     ppo: dict[str, Any], model: str, gpus: str, changes: dict[str, str]

@@ -69,7 +69,7 @@ def test_the_engine_of_a_local_judge_is_a_load_of_the_evaluation(folder: str) ->
     assert (half.devices, half.engine.weights) == (4, PARAMETERS)
     assert loads(config(None), hardware) == []
     assert loads(config({"path": f"{folder}/missing"}), hardware) == []
-    address = {"url": "https://judge.example/v1", "model": "j", "allowed_hosts": ["judge.example"]}
+    address = {"url": "https://judge.example/v1", "model": "j"}
     assert loads(config(address), hardware) == []
 
 

@@ -91,7 +91,7 @@ class Controller(PPOController):
 
     @override
     def collect(self) -> RolloutBatch:
-        return replace(FORTY, from_cache=True, version=self.completed_steps)
+        return replace(FORTY, version=self.completed_steps)
 
     @override
     def score(self, batch: RolloutBatch) -> Any:
@@ -182,7 +182,6 @@ def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:
         first._checks.is_finite(bad.metrics, 4, first.completed_steps)
     assert first._warmup.is_over({"value/explained_variance": 0.5}, 5)
     first._checkpoint()
-    first._record_score({"objective/net_score": 0.5}, 5)
     second = started("second")
     second._restore()
     assert second.completed_steps == 5
@@ -216,25 +215,28 @@ def test_a_stop_request_commits_its_step_also_the_last_one(asked_in: int, tmp_pa
     assert (second.completed_steps, len(lines)) == (3, 3)
 
 
-def test_a_checkpoint_has_the_score_of_its_own_policy(tmp_path: Path) -> None:
-    """Step n's rollouts are those of policy n - 1 and score that: the policy that step 6 leaves is the broken
-    one.
-    """
-    of_policy = {0: 0.1, 1: 0.2, 2: 0.3, 3: 1.0, 4: 0.5, 5: 1.1, 6: -5.0, 7: -5.0, 8: -5.0}
-    known: dict[int, dict[int, float]] = {}
+def test_a_checkpoint_has_the_score_of_its_evaluation(tmp_path: Path) -> None:
+    scores: dict[int, float | None] = {}
 
     class Checkpoints(FolderCheckpoints):
         @override
-        def save(self, step: int, folder: Path, score: float | None = None, **given: Any) -> None:
-            known[step] = dict(given["late_scores"])
-            super().save(step, folder, score, **given)
+        def save(self, step: int, folder: Path, score: float | None = None) -> None:
+            scores[step] = score
+            super().save(step, folder, score)
+
+    class Evaluation:
+        def evaluate(self, version: int) -> HeldOutResult:
+            return HeldOutResult({OBJECTIVE: 1.0 + version, "eval/kl": 0.0}, [1.0])
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
 
     context = stage_context(tmp_path, checkpoints=Checkpoints(tmp_path / "checkpoints"))
-    experiences = [_Experience(objective__net_score=score) for score in of_policy.values()]
-    controller = Controller(context, experiences, steps=9, checkpoint_every=3)
+    controller = Controller(context, [_Experience()] * 7, steps=7, checkpoint_every=2, evaluate_every=4)
+    evaluation: Any = Evaluation()
+    controller._evaluation = evaluation
     controller.run()
-    assert known == {3: {}, 6: {3: 1.0}}
-    assert controller._scores == {3: 1.0, 6: -5.0}
+    assert scores == {2: None, 4: 5.0, 6: None}
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -34,7 +34,7 @@ from tests.support.chat_server import ChatServer
 
 
 def source(server: ChatServer, **fields: Any) -> LanguageModelReward:
-    quick = {"model": "m", "allowed_hosts": ("127.0.0.1",), "backoff": 0.001, "retries": 1}
+    quick = {"model": "m", "backoff": 0.001, "retries": 1}
     return LanguageModelReward(url=server.url, **{**quick, **fields})
 
 
@@ -241,7 +241,6 @@ def test_preflight_checks_rubric_key_and_host(tmp_path: Path, monkeypatch: pytes
         "type": "language_model",
         "url": "http://judge.example/v1",
         "model": "m",
-        "allowed_hosts": ["judge.example"],
         "api_key_env": "JUDGE_API_KEY",
         "rubric": str(tmp_path / "r"),
     }
@@ -249,5 +248,4 @@ def test_preflight_checks_rubric_key_and_host(tmp_path: Path, monkeypatch: pytes
     assert [text.partition(": ")[0] for text in found if "ppo.rewards.0" in text] == [
         "ppo.rewards.0.rubric",
         "ppo.rewards.0.api_key_env",
-        "ppo.rewards.0.url",
     ]

@@ -28,8 +28,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.rewards import RemoteReward
+from rlhf_core.config.rewards import ChatServiceConfig, RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards.chat_service import ask_service
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.rewards.failures import Failure, Outcome
 from rlhf_core.rewards.post import MAX_ANSWER_BYTES, TOKEN_VARIABLE
@@ -149,7 +150,6 @@ def ask(services: Sequence[Service | str], samples: Sequence[RewardInput], **fie
         "timeout": 10.0,
         "backoff": 0.01,
         "breaker_seconds": 0.05,
-        "allowed_hosts": ("127.0.0.1",),
         "retries": 2,
     }
     service = RemoteService(RemoteReward(type="remote", urls=urls, **{**quick, **fields}))
@@ -340,7 +340,7 @@ def test_the_certificate_is_checked_against_the_name_of_the_url(
     right = f"https://localhost:{service.server_port}/score"
     outcome = ask([right.replace("localhost", "127.0.0.1")], batch("a"), retries=0)
     assert "CERTIFICATE_VERIFY_FAILED" in outcome.reasons[0] and service.seen == []
-    assert ask([right], batch("a"), allowed_hosts=("localhost",)) == Outcome([1.0])
+    assert ask([right], batch("a")) == Outcome([1.0])
 
 
 def use_https(service: Service, monkeypatch: pytest.MonkeyPatch, certificate: Path) -> None:
@@ -406,14 +406,35 @@ def test_token_that_is_no_valid_header_is_refused(monkeypatch: pytest.MonkeyPatc
     assert "s3" not in str(refused.value)
 
 
-def test_token_is_not_sent_unencrypted_to_a_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "address", "refused"),
+    [
+        ("http", "93.184.215.14", True),
+        ("http", "2606:2800:21f::1", True),
+        ("https", "93.184.215.14", False),
+        ("http", "10.1.2.3", False),
+        ("http", "fe80::1%eth0", False),
+    ],
+)
+def test_a_token_is_not_sent_in_clear_text_to_a_public_address(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, address: str, refused: bool
+) -> None:
+    """Neither before the run, nor where the token is known on the cluster alone."""
     monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("93.184.215.14", 0))])
-    for scheme, expected in (
-        ("http", ["must be https where a token is sent to a public address"]),
-        ("https", []),
-    ):
-        source = {"type": "remote", "urls": [f"{scheme}://a.example/x"], "allowed_hosts": ["a.example"]}
-        found = [str(f) for f in check_rewards(config_from_tree({"ppo": {"rewards": [source]}}, "test"))]
-        assert [text.split(": ")[1].split(";")[0] for text in found] == expected
-        assert "s3cret" not in "".join(found)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", (address, 0))])
+    url = f"{scheme}://a.example/x"
+    config = config_from_tree({"ppo": {"rewards": [{"type": "remote", "urls": [url]}]}}, "test")
+    found = [str(finding) for finding in check_rewards(config)]
+    assert ["must be https where a token is sent" in text for text in found] == [True] * refused
+    assert "s3cret" not in "".join(found)
+    source = RemoteReward(type="remote", urls=(url,))
+    if refused:
+        with pytest.raises(ConfigError, match="reward remote: its url must be https where a token is sent"):
+            RemoteService(source)
+        judge = ChatServiceConfig(url=url, model="m", api_key_env=TOKEN_VARIABLE)
+        with pytest.raises(ConfigError, match="judge: its url must be https where a token is sent"):
+            ask_service("judge", judge, ["?"], lambda *_: None)
+    else:
+        RemoteService(source).close()
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    RemoteService(source).close()

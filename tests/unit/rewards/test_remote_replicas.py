@@ -22,7 +22,6 @@ def pool(count: int, *, failures: int = 2, seconds: float = 60.0) -> ReplicaPool
     source = RemoteReward(
         type="remote",
         urls=tuple(f"http://{index}.example/" for index in range(count)),
-        allowed_hosts=tuple(f"{index}.example" for index in range(count)),
         concurrency=2,
         timeout=0.05,
         breaker_failures=failures,

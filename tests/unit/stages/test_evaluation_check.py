@@ -113,7 +113,7 @@ def test_another_executor_can_have_other_files(tmp_path: Path) -> None:
 
 
 def judged(folder: Path, url: str, **settings: Any) -> PipelineConfig:
-    judge = {"url": url, "model": "judge-1", "allowed_hosts": ["127.0.0.1"], "retries": 0} | settings
+    judge = {"url": url, "model": "judge-1", "retries": 0} | settings
     return config_of(folder, {"language_model": judge})
 
 

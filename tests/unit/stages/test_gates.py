@@ -103,7 +103,7 @@ def test_a_reused_policy_whose_grader_agrees_too_little_fails() -> None:
     numbers = {"mean": 0.7, "low": 0.6, "high": 0.8, "pairs": 90.0}
     metrics = {f"reward_agreement/grader/{part}": value for part, value in numbers.items()}
     made = ArtifactRef("ppo", "a" * 16, "digest", "/store/ppo", metrics)
-    grader = {"type": "language_model", "url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}
+    grader = {"type": "language_model", "url": "http://one/v1", "model": "m"}
 
     def config_of(**settings: Any) -> PipelineConfig:
         rewards = [{"type": "model"}, grader | {"name": "grader"} | settings]

@@ -86,7 +86,7 @@ def config_of(folder: Path, sample_settings: dict[str, Any] | None = None, **jud
 
 
 def at(server: ChatServer) -> dict[str, Any]:
-    return {"url": server.url, "model": "judge-1", "allowed_hosts": ["127.0.0.1"]}
+    return {"url": server.url, "model": "judge-1"}
 
 
 def rows(context: StageContext, file: str) -> list[dict[str, Any]]:
@@ -193,7 +193,7 @@ def keys_of(change: Callable[[dict[str, Any]], None], judge: str) -> tuple[str, 
     """Return the keys of the stage `sample` before and after a change of the judge's settings."""
     found = []
     for changed in (False, True):
-        settings = {"url": "http://one/v1", "model": "m", "allowed_hosts": ["one"]}
+        settings = {"url": "http://one/v1", "model": "m"}
         if changed:
             change(settings)
         config = config_of(Path("home"), {"judge": judge}, **settings)

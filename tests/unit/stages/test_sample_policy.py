@@ -154,7 +154,7 @@ def test_a_language_model_that_scores_is_measured_unless_ppo_has_measured_it(
 
     with ChatServer(shorter_is_better) as server:
         grader = {"type": "language_model", "url": server.url, "model": "grader-1", "backoff": 0.01}
-        rewards = [{**grader, "allowed_hosts": ["127.0.0.1"], "retries": 0}]
+        rewards = [{**grader, "retries": 0}]
         config = config_of(policy, tmp_path, ppo={"rewards": rewards})
         context = context_of(config, tmp_path)
         if policy == "ppo":

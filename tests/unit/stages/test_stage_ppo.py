@@ -93,7 +93,7 @@ def test_rewards_that_read_responses_have_the_threads_of_the_stage(context: Stag
     )
     fleet = ScriptedFleet(config)
     with ppo._started(config, context, load_decoder(context.inputs["data"]), fleet):
-        assert [actor._threads for actor in fleet.rewards] == [3]
+        assert [actor._settings.threads for actor in fleet.rewards] == [3]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_agreement_of_a_grader_is_in_the_result(context: StageContext, tmp_p
     data = write_data_artifact(tmp_path / "pairs", eval_pairs=pairs, tokenizer=decoder)
     context = replace(context, inputs={**context.inputs, "data": data})
     with ChatServer(lambda question: "9" if "long answer" in question else "2") as server:
-        grader = {"type": "language_model", "model": "m", "url": server.url, "allowed_hosts": ["127.0.0.1"]}
+        grader = {"type": "language_model", "model": "m", "url": server.url}
         tree = {
             "run": {"device": "cpu", "home": str(tmp_path / "home")},
             "ppo": {"evaluate_every": 0, "rewards": [{"type": "model"}, grader]},

@@ -154,18 +154,6 @@ def test_best_older_checkpoints_are_kept(
     assert CheckpointStore(store, "another", tmp_path / "work", keep(2, best=2)).best() is None
 
 
-def test_later_score_keeps_its_checkpoint(store: Store, tmp_path: Path) -> None:
-    """Step 1 is better than step 2, which is known when step 3 is saved. It stays next to the newest."""
-    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
-    known: dict[int, float] = {}
-    for step, score in ((1, 1.0), (2, -5.0), (3, 0.5), (4, 0.0)):
-        saver.save(step, state(tmp_path, str(step)), late_scores=known)
-        known[step] = score
-    assert steps(store) == [1, 4]
-    assert saver.best() == store.uri(f"checkpoints/{KEY}/step-00000001")
-    assert saver.best({4: 2.0, 99: 9.0}) == store.uri(f"checkpoints/{KEY}/step-00000004")
-
-
 def test_damaged_best_checkpoint_is_marked_and_kept(store: Store, tmp_path: Path) -> None:
     saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
     saver.save(1, state(tmp_path, "1"), 1.0)
@@ -265,7 +253,7 @@ def test_damaged_checkpoint_is_marked_and_the_one_before_used(
 @pytest.mark.parametrize(
     "change",
     [
-        {"seconds": None}, {"seconds": "x"}, {"known_scores": []}, {"known_scores": {"1": None}},
+        {"seconds": None}, {"seconds": "x"}, {"score": "x"},
         {"settings": "x"}, {"made_with": ["python"]}, {"step": "2"},
     ],
 )  # fmt: skip

@@ -66,7 +66,7 @@ def responses(fleet: ScriptedFleet, batch: RolloutBatch) -> list[Any]:
     return read_responses(fleet, batch, range(len(batch)))
 
 
-@pytest.mark.parametrize("changed", [{}, {"dispatch": "queue"}, {"lost": 1}])
+@pytest.mark.parametrize("changed", [{}, {"lost": 1}])
 def test_engines_sample_the_rollouts_of_a_step(changed: dict[str, Any]) -> None:
     fleet, batch = sampled(**changed)
     assert len(batch) == 12 and batch.version == 4

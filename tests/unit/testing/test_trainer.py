@@ -86,7 +86,6 @@ def test_best_checkpoint_has_the_highest_score(tmp_path: Path) -> None:
         checkpoints.prepare(step, tmp_path / "new", 0)
         checkpoints.save(step, tmp_path / "new", score)
     assert checkpoints.best() == str(tmp_path / "checkpoints" / "step-00000001")
-    assert checkpoints.best(late_scores={2: 1.0}) == str(tmp_path / "checkpoints" / "step-00000002")
 
 
 def test_responses_come_from_the_script() -> None:

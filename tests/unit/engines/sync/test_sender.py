@@ -34,8 +34,8 @@ class _Engine:
         self.group: Any = None
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        address, port = info["senders"][0]
-        self.group = GlooSource(address, port, info["routes"][0][0][0], info["timeout"])
+        address, port = info["sender"]
+        self.group = GlooSource(address, port, info["routes"][0][0], info["timeout"])
 
     def start_weight_update(self) -> None: ...
 
@@ -60,8 +60,7 @@ def _weights() -> Iterator[tuple[str, torch.Tensor]]:
 def test_a_failing_engine_is_reported_immediately(leaves: bool) -> None:
     specs = [TensorSpec(name, torch.float32, (BIG,)) for name in "abcd"]
     listener = socket.create_server(("127.0.0.1", 0))
-    address = {0: listener.getsockname()}
-    transport = TransportConfig("gloo", address, ("127.0.0.1",), 1, 12 << 20, 60.0)
+    transport = TransportConfig("gloo", listener.getsockname(), ("127.0.0.1",), 1, 12 << 20, 60.0)
     sender = WeightSender(_weights, specs, _Engine(leaves), 0, transport, listener=listener)
     started = time.monotonic()
     with pytest.raises((ValueError, WeightSyncError), match=r"cannot take this tensor|broke"):
@@ -83,7 +82,7 @@ def test_weights_are_read_after_gpu_synchronization(monkeypatch: pytest.MonkeyPa
         [TensorSpec("a", torch.float32, (1,))],
         None,
         1,
-        TransportConfig("gloo", {0: ("127.0.0.1", 1)}, ("127.0.0.1",), 1, 1 << 20, 1.0),
+        TransportConfig("gloo", ("127.0.0.1", 1), ("127.0.0.1",), 1, 1 << 20, 1.0),
     )
     assert sender.send(1) is None
     assert done == (["queue done", "read"] if gpu else ["read"])

@@ -122,7 +122,7 @@ def transport(backend: str, rank: int, client: _Engines | None, gather: threadin
             gather.wait()
             yield name, torch.zeros(4)
 
-    config = TransportConfig(backend, {0: ("127.0.0.1", 1)}, ("127.0.0.1",), 1, 20, 10.0)
+    config = TransportConfig(backend, ("127.0.0.1", 1), ("127.0.0.1",), 1, 20, 10.0)
     return VllmTransport(weights, SPECS, client, rank, config)
 
 
@@ -193,7 +193,7 @@ def test_the_ranks_are_ready_for_another_update_after_an_error(ipc: threading.Ba
 def test_a_buffer_over_ipc_holds_a_bucket_or_all_tensors(
     bucket: int, size: int, ipc: threading.Barrier
 ) -> None:
-    config = TransportConfig("ipc", {0: ("127.0.0.1", 1)}, ("127.0.0.1",), 1, bucket, 10.0)
+    config = TransportConfig("ipc", ("127.0.0.1", 1), ("127.0.0.1",), 1, bucket, 10.0)
     sender = VllmTransport(lambda: iter(()), SPECS, _Engines(), 0, config)
     assert sender._engine.packed_buffer_size_bytes == size
 

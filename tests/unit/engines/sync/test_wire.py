@@ -47,16 +47,15 @@ def test_the_checksum_does_not_depend_on_strides() -> None:
     assert tensor_checksum(tensor.t().contiguous().t()) == tensor_checksum(tensor)
 
 
-@pytest.mark.parametrize("first", [0, 5, 2**40])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
-def test_the_checksum_does_not_depend_on_chunks(first: int, dtype: torch.dtype) -> None:
+def test_the_checksum_does_not_depend_on_chunks(dtype: torch.dtype) -> None:
     bits = torch.randint(-(2**15), 2**15, (600_001,)).to(dtype)  # three chunks
     before = bits.clone()
-    weighted = bits.long() * ((first + torch.arange(len(bits))) * 2654435761 * 2 + 1)
+    weighted = bits.long() * (torch.arange(len(bits)) * 2654435761 * 2 + 1)
     sums = [int(each.sum()) % 2**64 for each in (bits.long(), weighted)]
-    assert tensor_checksum(bits, first) == f"{sums[0]:016x}{sums[1]:016x}"
+    assert tensor_checksum(bits) == f"{sums[0]:016x}{sums[1]:016x}"
     assert torch.equal(bits, before)
-    assert tensor_checksum(bits[:0], first) == "0" * 32
+    assert tensor_checksum(bits[:0]) == "0" * 32
 
 
 SENT = {"a": "1", "b": "2"}
@@ -93,5 +92,5 @@ def test_buckets_keep_order_and_limit() -> None:
 def test_unpack_inverts_pack() -> None:
     tensors = [torch.randn(3, 2), torch.randn(5).bfloat16(), torch.randn(2, 2).t()]
     specs = [TensorSpec(str(i), t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
-    for before, after in zip(tensors, unpack([pack(tensors)], specs), strict=True):
+    for before, after in zip(tensors, unpack(pack(tensors), specs), strict=True):
         assert torch.equal(before, after)

@@ -85,7 +85,7 @@ def test_a_language_model_decides_each_prompt(
 ) -> None:
     with ChatServer(prefer_longer) as server:
         tree = config.model_dump(mode="json", by_alias=True)
-        judge = {"url": server.url, "model": "m", "allowed_hosts": ["127.0.0.1"]}
+        judge = {"url": server.url, "model": "m"}
         tree["evaluate"]["language_model"] = judge
         judged = PipelineConfig.model_validate_json(json.dumps(tree))
         result = match.run_match(judged, context, champion(BAD)[1])
@@ -177,7 +177,7 @@ def test_pairs_that_one_reward_model_cannot_score_are_compared_by_neither(
     assert len({TOKENIZER.encode(text)[-1] for text in (odd, GOOD, BAD)}) == 3
     (context.inputs["ppo"] / "policy" / "says").write_text(json.dumps({"": GOOD, "p3": odd}))
     with ChatServer(prefer_longer) as server:
-        language_model = {"url": server.url, "model": "m", "allowed_hosts": ["127.0.0.1"]}
+        language_model = {"url": server.url, "model": "m"}
         settings = {"language_model": language_model} if judge == "language_model" else {}
         result = against_reward_model(judge, False, cannot_score=odd, **settings)
         assert not any(odd in json.dumps(request) for request in server.requests)

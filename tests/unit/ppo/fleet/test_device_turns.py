@@ -134,13 +134,12 @@ def step(fleet: Fleet, done: list[str]) -> None:
     controller._fleet, controller._ppo = fleet, fleet.settings.ppo
     controller.completed_steps = 0
 
-    def sample() -> SimpleNamespace:
+    def collect(step: int, version: int) -> SimpleNamespace:
         done.append("sample")
-        return SimpleNamespace(version=0)
+        return SimpleNamespace(version=version)
 
-    rollouts: Any = SynchronousRollouts.__new__(SynchronousRollouts)
-    rollouts._fleet, rollouts._read_or_collect = fleet, lambda step: sample()
-    controller._rollouts = rollouts
+    collector: Any = SimpleNamespace(collect=collect)
+    controller._rollouts = SynchronousRollouts(fleet.settings.ppo, fleet, [], collector)
     fleet.sync(0)
     done.append("checkpoint")
     controller.collect()

@@ -315,13 +315,6 @@ def test_routes_divide_the_work_by_whole_chunks(pack: bool) -> None:
             assert sorted(i for m in share.micro_batches for i in m) == list(range(len(share.indices)))
 
 
-def test_each_queue_of_prompts_has_a_name_of_its_own(fleet: _Whole) -> None:
-    """The collectors of training and of the held-out evaluation have one each."""
-    for _ in range(2):
-        fleet.start_queue()
-    assert [queue.participant.name for queue in fleet.queues] == ["prompt queue 1", "prompt queue 2"]
-
-
 def test_more_ranks_than_chunks_leave_ranks_without_responses() -> None:
     shares = route(chunked([3, 4], 1), 4, 16, pack=True)
     assert [share.indices.tolist() for share in shares] == [[1], [0], [], []]

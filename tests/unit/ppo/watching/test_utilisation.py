@@ -5,15 +5,12 @@
 - the time in which memory moves between devices and host is a share of its own: it is neither idle nor wait
 - a process that was replaced counts from 0; without all counters, and if an engine was given up, there are no
   metrics
-- cores that other programs use are not idle
-- the figures of GPUs are shares of phases and of roles; the rate of a sync is a share of the link's where
-  the GPUs are known
+- the figures of GPUs are shares of phases and of roles
 - padded rows cost what their longest row costs; packed rows cost nothing
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +26,12 @@ from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.ppo.fleet.fleet import ENGINES, WorkerGroup
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, route
 from rlhf_core.ppo.watching.utilisation import (
-    CoreTimes,
     StepsSinceSync,
     Utilisation,
-    idle_cores,
-    link_speed,
     padding_share,
+    sync_metrics,
 )
 from rlhf_core.testing.fleet import ScriptedFleet
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import PromptExample
 
 
@@ -181,32 +175,9 @@ def test_gpus_are_counted_by_phase_and_role() -> None:
     }
 
 
-def test_a_sync_is_compared_with_the_link_of_known_gpus() -> None:
+def test_a_sync_has_size_time_and_rate() -> None:
     report = SyncReport(version=1, tensors=2, bytes=9_000_000_000, seconds=0.5)
-    rates = {"sync/bytes": 9e9, "sync/seconds": 0.5, "sync/gb_per_s": 18.0}
-
-    def metrics(gpu: str, device: str) -> dict[str, float]:
-        with on_machine(ScriptedMachine(gpus=[gpu])):
-            fleet = ScriptedFleet(device=device)
-            return Utilisation(PPOSettings.of(config_from_tree({}, "test")), fleet).sync_metrics(report)
-
-    assert metrics("NVIDIA H100 80GB HBM3", device="cpu") == rates
-    assert metrics("Another GPU", device="cuda") == rates
-    # 450 GB/s from GPU to GPU; 3350 GB/s within one.
-    assert metrics("NVIDIA H100 80GB HBM3", device="cuda") == rates | {"sync/link_share": 0.04}
-    assert link_speed("cuda", "ipc") is None
-    with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"])):
-        assert link_speed("cuda", "ipc") == 3.35e12
-
-
-def test_engines_with_a_queue_have_a_rate() -> None:
-    engine = {name: seconds for name, seconds in ENGINE.items() if name != "seconds/sample"}
-    engine["seconds/sample_from"] = ENGINE["seconds/sample"]
-    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet(engine=engine))
-    measured(utilisation)
-    found = measured(utilisation)
-    assert found["tokens_per_s/engines"] == pytest.approx(100 / 3.0)  # the second engine has both calls
-    assert found["rollout/token_latency"] == pytest.approx(5.0 / 200)
+    assert sync_metrics(report) == {"sync/bytes": 9e9, "sync/seconds": 0.5, "sync/gb_per_s": 18.0}
 
 
 def test_moving_memory_is_neither_idle_nor_wait() -> None:
@@ -259,33 +230,6 @@ def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> 
     fleet.first_engine = 1
     assert measured(utilisation) == {}
     assert measured(utilisation)["idle/engines"] == pytest.approx(1 - 2.0 / 10)
-
-
-def test_idle_cores_are_those_that_neither_this_run_nor_others_use() -> None:
-    before, after = CoreTimes(5.0, 100.0, 3.0), CoreTimes(15.0, 114.0, 4.0)
-    # 10 s of two cores: 14 s of them idle, 5 s used by ranks and engines and 1 s by the controller.
-    assert idle_cores(before, after, used=5.0, cores=2, threads=2) == pytest.approx(0.7)
-    assert idle_cores(before, after, used=9.0, cores=2, threads=2) == pytest.approx(0.5), "used by this run"
-    assert idle_cores(before, after, used=5.0, cores=2, threads=1) == pytest.approx(0.4)
-    assert idle_cores(before, after, used=99.0, cores=2, threads=2) == 0.0
-
-
-def test_cores_that_others_use_are_not_idle() -> None:
-    busy = CoreTimes(15.0, 100.0, 3.0)
-    assert idle_cores(CoreTimes(5.0, 100.0, 3.0), busy, used=0.0, cores=2, threads=2) == 0.0
-
-
-def test_the_cores_of_this_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    utilisation = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet("cpu"))
-    assert "idle/cores" not in measured(utilisation)
-    deadline = time.monotonic() + 0.1
-    while time.monotonic() < deadline:
-        pass  # uses a core
-    assert 0.0 <= measured(utilisation)["idle/cores"] < 1.0
-    on_gpus = Utilisation(PPOSettings.of(config_from_tree({}, "test")), Fleet("cuda"))
-    measured(on_gpus)
-    assert "idle/cores" not in measured(on_gpus)
 
 
 def test_padding_share_is_the_one_computed_by_hand() -> None:
