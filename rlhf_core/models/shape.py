@@ -243,7 +243,8 @@ def tiny_shape(tiny: TinyModel) -> ModelShape:
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape of a decoder from the content of its `config.json`, or of that of a multimodal model.
 
-    Norms and biases that only some families have are a small part of a model, and are not all counted.
+    Norms and biases that only some families have are a small part of a model, and are not all counted. An MLP
+    without a gate counts as one with a gate, which has half as many parameters again.
 
     Raises ModelError if a size is missing, and neither written there nor a default of transformers.
     """
