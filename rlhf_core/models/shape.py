@@ -301,10 +301,13 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the language model in `settings`, a config.json.
 
-    A multimodal model has them in `text_config`.
+    A multimodal model has them in `text_config`, except whether the head is tied to the embedding.
     """
     text = settings.get("text_config")
-    return {**settings, **text} if isinstance(text, dict) else dict(settings)
+    if not isinstance(text, dict):
+        return dict(settings)
+    tied = {name: settings[name] for name in ("tie_word_embeddings",) if name in settings}
+    return {**settings, **text, **tied}
 
 
 def _has_sizes(settings: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, classified
 from rlhf_core.models.attention import implementation
 from rlhf_core.models.folder import ModelFolder, text_tensors
+from rlhf_core.models.shape import text_settings
 from rlhf_core.models.sharded import (
     Shards,
     is_finite,
@@ -193,7 +194,7 @@ def model_config(folder: Path | str, *, attention: str, revision: str | None = N
         revision: Commit or branch of a hub id.
         **changes: Other values of fields.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     if Path(folder).is_dir() and (Path(folder) / "adapter_config.json").exists():
         raise ModelError(
@@ -202,7 +203,9 @@ def model_config(folder: Path | str, *, attention: str, revision: str | None = N
         )
     config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
     if hasattr(config, "text_config"):
+        settings = text_settings(PreTrainedConfig.get_config_dict(folder, revision=revision)[0])
         config = config.text_config
+        config.tie_word_embeddings = settings.get("tie_word_embeddings", config.tie_word_embeddings)
     config.update(changes)
     # A name such as owner/kernel would be downloaded from the hub as code.
     config._attn_implementation = implementation(attention)

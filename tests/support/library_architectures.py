@@ -70,7 +70,8 @@ def _imports_torchvision(module: str) -> bool:
 @cache
 def _imported(module: str) -> tuple[str, ...]:
     """Return the modules that a module imports at its top level."""
-    tree, found = _tree(module), []
+    tree = _tree(module)
+    found: list[str] = []
     for node in [] if tree is None else tree.body:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]

@@ -54,13 +54,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Values of the configuration, by model type."""
 
 
-def save_multimodal(family: str, folder: Path) -> Any:
-    """Save a model of `FAMILIES` in `folder` and return it, in evaluation mode."""
+def save_multimodal(family: str, folder: Path, **changes: Any) -> Any:
+    """Save a model of `FAMILIES` in `folder` and return it, in evaluation mode. `changes` are other values of
+    its configuration.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **FAMILIES[family], **changes)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(folder)
     return model

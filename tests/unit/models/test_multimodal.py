@@ -54,6 +54,14 @@ def test_the_text_part_is_a_text_model_with_the_same_logits(family: str, tmp_pat
         torch.testing.assert_close(again.lm(input_ids=IDS).logits, expected)
 
 
+def test_a_head_that_is_tied_in_the_whole_model_is_tied(tmp_path: Path) -> None:
+    whole = save_multimodal("qwen3_5", tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    policy = load_policy(tmp_path, dtype="float32", attention="eager", device="cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(policy.lm(input_ids=IDS).logits, whole(input_ids=IDS).logits)
+
+
 def test_what_is_left_out_is_the_rest_of_the_files(tmp_path: Path) -> None:
     save_multimodal("gemma3", tmp_path)
     folder = ModelFolder(tmp_path)
