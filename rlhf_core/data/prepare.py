@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,8 @@ from rlhf_core.data.tokenizer import (
 )
 from rlhf_core.errors import ConfigError, DataError, ModelError
 from rlhf_core.models.check import length_limits, length_problems, longest_sequence, vocabulary_problem
-from rlhf_core.models.folder import base_model_config, text_settings
+from rlhf_core.models.folder import base_model_config
+from rlhf_core.models.shape import text_settings, with_defaults
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import write_json
 from rlhf_core.types import PairExample, PromptExample
@@ -211,14 +211,8 @@ def _context_length(config: PipelineConfig, settings: Mapping[str, Any], vocabul
     not one of the hub.
     """
     path = str(config.model.path)
-    if is_hub_model(path):
-        from transformers import AutoConfig
-
-        # A config.json on the hub may leave out values that are the defaults of its class. If transformers
-        # does not know the class, loading the model fails with a better message than a check here could give.
-        with suppress(KeyError, TypeError, ValueError):
-            settings = AutoConfig.for_model(**settings).to_dict()
-    settings = text_settings(settings)
+    # A config.json on the hub may leave out values that are the defaults of its class.
+    settings = with_defaults(settings) if is_hub_model(path) else text_settings(settings)
     attention = config.model.attention
     given = fitted_limits(config.given_limits, Limits(1, 1, 1, 1), 2**31)
     for problem in (

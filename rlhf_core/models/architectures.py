@@ -20,6 +20,8 @@ from rlhf_core.config.consistency import evaluates_adapter
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.models.folder import ModelFolder, read_json_object
+from rlhf_core.models.shape import text_settings
+from rlhf_core.system.machine import machine
 
 OTHER_MODEL = "use another model (docs/architectures.md has a table)"
 
@@ -38,11 +40,16 @@ def architecture_problems(
 ) -> Iterator[Finding]:
     """Yield what later stages of the run lack for the architecture in `settings`, a config.json.
 
-    An architecture that transformers does not know is not reported, because loading it fails first.
+    A text model that transformers does not know is not reported, because loading it fails first.
     """
-    model_type = str(settings.get("model_type"))
+    model_type = str(text_settings(settings).get("model_type"))
     name = causal_class(model_type)
     if name is None:
+        if "text_config" in settings:
+            yield ModelError(
+                f"model.path: {model} is multimodal ({settings.get('model_type')}), and transformers has no"
+                f" class for its text part alone ({model_type}); {OTHER_MODEL}"
+            )
         return
     if not has_model_and_head(name):
         yield ModelError(f"model.path: {model}: {without_model_and_head(name)}")
@@ -67,6 +74,12 @@ def architecture_problems(
         yield (
             f"model.path: {model} is a {name}, which is not in vLLM's registry; engines try its class of"
             " transformers; run a few steps of PPO (ppo.steps=2) before a long run"
+        )
+    elif needs_torchvision(name) and not machine().has_package("torchvision"):
+        yield ModelError(
+            f"model.path: {model} is a {name}, and its class in vLLM imports torchvision, which is not"
+            " installed (the lock for CPUs has none); install the build that belongs to the installed torch,"
+            f" or {OTHER_MODEL}"
         )
     if ppo.enabled and ppo.syncs_adapter and engine == "vllm" and not serves_adapters(name):
         yield ConfigError(
@@ -136,6 +149,11 @@ def engine_changes_classes(folder: Path) -> bool:
 def serves_adapters(name: str) -> bool:
     """Return whether the class of vLLM for `name` supports LoRA. Unknown classes count as if they did."""
     return name not in _tables()["vllm_without_adapters"]
+
+
+def needs_torchvision(name: str) -> bool:
+    """Return whether the class of vLLM for `name` cannot be imported without torchvision."""
+    return name in _tables()["vllm_with_torchvision"]
 
 
 @cache

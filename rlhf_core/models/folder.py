@@ -15,13 +15,13 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_core.config.address import BaseModelAddress, base_of, is_hub_model
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ModelError
-from rlhf_core.models.shape import ModelShape, shape_from_config, tiny_shape
+from rlhf_core.models.shape import ModelShape, shape_from_config, text_settings, tiny_shape
 from rlhf_core.system.files import (
     LFS_POINTER,
     UnfitFile,
@@ -32,6 +32,12 @@ from rlhf_core.system.files import (
 
 _JSON_LIMIT = 256 << 20
 """Maximum size of a JSON file in bytes. Tokenizers with large vocabularies have about 30 MB."""
+
+
+_TEXT_PARTS = ("model.language_model.", "language_model.")
+"""Beginnings of the names of the language model's tensors in the files of a multimodal model."""
+
+Tensor = TypeVar("Tensor")
 
 
 class UnreadableJSON(ValueError):
@@ -84,7 +90,7 @@ class ModelFolder:
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the model. Raises ModelError for other architectures than those that can be counted."""
+        """Sizes of the model. Raises ModelError if one is missing."""
         return shape_from_config(self.config)
 
     def weight_files(self) -> list[Path]:
@@ -130,7 +136,19 @@ class ModelFolder:
 
     @cached_property
     def tensors(self) -> dict[str, Any]:
-        """`read_header` of all tensors that transformers loads. Damaged files have no entries."""
+        """`read_header` of all tensors of the text model. Damaged files have no entries."""
+        return text_tensors(self._entries)
+
+    @property
+    def left_out(self) -> dict[str, Any]:
+        """`read_header` of the tensors that are not of the text model (`text_tensors`)."""
+        entries = self._entries
+        used = set(text_tensors({name: name for name in entries}).values())
+        return {name: entry for name, entry in entries.items() if name not in used}
+
+    @cached_property
+    def _entries(self) -> dict[str, Any]:
+        """`read_header` of all files. Damaged ones have no entries."""
         entries: dict[str, Any] = {}
         if not exists(self.root):
             return entries
@@ -226,13 +244,22 @@ def read_header(file: Path) -> dict[str, Any]:
         raise BadHeader(f"is not safetensors, cut short or damaged ({error})") from error
 
 
-def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the language model in `settings`, a config.json.
+def text_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the text model, under the names that its own class in transformers has for them.
 
-    A multimodal model has them in `text_config`.
+    The files of a multimodal model have them below `model.language_model.`, or below `language_model.` with
+    the names of a whole model. What is not below it, such as a vision tower, is left out. The tensors of a
+    text model are returned as they are.
     """
-    text = settings.get("text_config")
-    return {**settings, **text} if isinstance(text, dict) else dict(settings)
+    if not any(name.startswith(_TEXT_PARTS) for name in tensors):
+        return dict(tensors)
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("model.language_model."):
+            named["model." + name.removeprefix("model.language_model.")] = tensor
+        elif name.startswith(("language_model.", "lm_head.")):
+            named[name.removeprefix("language_model.")] = tensor
+    return named
 
 
 def base_model_config(config: PipelineConfig, *, local_only: bool = False) -> dict[str, Any]:

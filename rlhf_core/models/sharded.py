@@ -1,4 +1,4 @@
-"""Load a pretrained model whose parameters are sharded while they are read (ZeRO-3).
+"""Load a pretrained model. With ZeRO-3, its parameters are sharded while they are read.
 
     safetensors -> one tensor in host memory -> conversions of transformers -> checks -> this rank's shard
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.errors import ModelError
-from rlhf_core.models.folder import ModelFolder
+from rlhf_core.models.folder import ModelFolder, text_tensors
 
 _COMPARED_ROWS = 4096
 """Rows of tied parameters that are read at a time."""
@@ -42,10 +42,18 @@ class Shards(Protocol):
         """
 
 
-def load_sharded(
-    auto: Any, folder: Path | str, config: Any, shards: Shards, *, revision: str | None, dtype: torch.dtype
+def load_tensors(
+    auto: Any,
+    folder: Path | str,
+    config: Any,
+    shards: Shards | None = None,
+    *,
+    revision: str | None,
+    dtype: torch.dtype,
+    **options: Any,
 ) -> tuple[Any, dict[str, Any], list[str]]:
-    """Load the weights of `folder` into a model with sharded parameters.
+    """Load the tensors of the text model in `folder` into a model, whose parameters are sharded if `shards`
+    is given.
 
     Args:
         auto: A class such as `AutoModelForCausalLM`.
@@ -54,20 +62,32 @@ def load_sharded(
         shards: Cuts each matrix after it was read.
         revision: Revision of a hub model.
         dtype: Data type of the parameters.
+        **options: Other arguments of `from_pretrained`.
 
     Returns:
-        The model, the loading info of transformers, and the names of parameters that are not finite.
+        The model, the loading info of transformers, and the names of sharded parameters that are not finite.
     """
-    if getattr(config, "quantization_config", None) is not None:
+    if shards is not None and getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"model.path: {folder} is quantized (quantization_config), which ZeRO-3 cannot shard while it is"
             " loaded; give the model that it was made from, or set zero_stage=2"
         )
-    files = _weight_files(folder, revision)
-    tensors = open_tensors(files)
+    local = local_folder(folder, revision)
+    # A mapped file counts as address space of the process as a whole, but processes share its pages.
+    backend = "mmap" if shards is None else "pread"
+    tensors = text_tensors(open_tensors(ModelFolder(local).weight_files(), backend))
     # The auto class itself needs a path.
-    kind = auto._model_mapping[type(config)]
-    with _one_tensor_at_a_time(), _cutting(shards, dtype) as not_finite:
+    kind = auto._model_mapping.get(type(config), None)
+    if kind is None:
+        raise ModelError(
+            f"model.path: {folder}: transformers has no {auto.__name__} of the type {config.model_type};"
+            " use another model (docs/architectures.md has a table)"
+        )
+    with ExitStack() as stack:
+        not_finite: list[tuple[nn.Module, str]] = []
+        if shards is not None:
+            stack.enter_context(_one_tensor_at_a_time())
+            not_finite = stack.enter_context(_cutting(shards, dtype))
         model, info = kind.from_pretrained(
             None,
             config=config,
@@ -76,31 +96,32 @@ def load_sharded(
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # all of them are reported together by the caller
+            **options,
         )
     refuse_different_ties(folder, model, tensors)
     # Without a path, transformers does not read this file.
-    if model.can_generate() and (files[0].parent / "generation_config.json").is_file():
+    if model.can_generate() and (local / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
+        model.generation_config = GenerationConfig.from_pretrained(local)
     modules = {id(module): name for name, module in model.named_modules()}
     return model, info, [f"{modules.get(id(module), '?')}.{name}" for module, name in not_finite]
 
 
-def open_tensors(files: Sequence[Path]) -> dict[str, Any]:
+def open_tensors(files: Sequence[Path], backend: str = "pread") -> dict[str, Any]:
     """Return the tensors of safetensors files by name. Their values are read when they are indexed."""
-    # "pread" reads one tensor at a time. A mapped file counts as address space of the process as a whole.
-    opened: list[Any] = [safe_open(file, framework="pt", backend="pread") for file in files]
+    opened: list[Any] = [safe_open(file, framework="pt", backend=backend) for file in files]
     return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
 
 
-def _weight_files(folder: Path | str, revision: str | None) -> list[Path]:
-    if is_hub_model(str(folder)) and not Path(folder).is_dir():
-        from huggingface_hub import snapshot_download
+def local_folder(folder: Path | str, revision: str | None) -> Path:
+    """Return `folder`, or the copy of a hub model on this machine, which is downloaded if there is none."""
+    if Path(folder).is_dir() or not is_hub_model(str(folder)):
+        return Path(folder)
+    from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "model*.safetensors"]
-        folder = snapshot_download(str(folder), revision=revision, allow_patterns=patterns)
-    return ModelFolder(folder).weight_files()
+    patterns = ["*.json", "model*.safetensors"]
+    return Path(snapshot_download(str(folder), revision=revision, allow_patterns=patterns))
 
 
 @contextmanager
@@ -157,9 +178,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def refuse_different_ties(folder: Path | str, model: Any, tensors: Mapping[str, Any]) -> None:
     """Raise ModelError if `tensors`, those of the files, have different values for tied parameters.
 
-    The model is sharded or empty, so transformers could not compare its parameters.
+    transformers does not tie these, but vLLM does. In a sharded or an empty model it cannot compare them.
     """
-    for target, source in model.all_tied_weights_keys.items():
+    # Not `all_tied_weights_keys`, from which transformers has removed those that it found to be different.
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if target in tensors and source in tensors and not _equal(tensors[target], tensors[source]):
             raise different_ties(folder, target, source)
 

@@ -9,6 +9,8 @@ configured one.
 from __future__ import annotations
 
 import errno
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,16 +21,19 @@ from torch import nn
 
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, classified
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.folder import ModelFolder
+from rlhf_core.models.folder import ModelFolder, text_tensors
+from rlhf_core.models.shape import text_settings
 from rlhf_core.models.sharded import (
     Shards,
-    different_ties,
     is_finite,
-    load_sharded,
+    load_tensors,
+    local_folder,
     open_tensors,
     refuse_different_ties,
 )
 from rlhf_core.system.machine import machine
+
+log = logging.getLogger(__name__)
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Data types of safetensors from which a model can be trained."""
@@ -96,28 +101,12 @@ def load_pretrained(
     Raises:
         ModelError: For all problems of the model.
     """
-    attention = config._attn_implementation
     with model_errors(folder):
-        if shards is not None:
-            model, info, not_finite = load_sharded(auto, folder, config, shards, revision=revision, **options)
-            refuse(folder, info, new=new)
-            refuse_integers(folder, model)
-            refuse_non_finite(folder, model, not_finite)
-            return model
-        model, info = auto.from_pretrained(
-            folder,
-            config=config,
-            revision=revision,
-            attn_implementation=attention,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # all of them are reported together below
-            **options,
-        )
+        model, info, not_finite = load_tensors(auto, folder, config, shards, revision=revision, **options)
         refuse(folder, info, new=new)
         refuse_integers(folder, model)
-        _refuse_untied(folder, model)
+        if shards is not None:
+            refuse_non_finite(folder, model, not_finite)
         keep_weight_layout(model)
     return model
 
@@ -132,6 +121,26 @@ def self_test_context(folder: Path | str, model: Any, shards: Shards | None) -> 
     else:
         with model_errors(folder):
             yield
+
+
+def left_out(folder: Path | str, revision: str | None = None) -> dict[str, float]:
+    """Return `left_out_tensors` and `left_out_mib` of the tensors in the files of a base model that are not
+    of its text model, and log what they are. Empty if there are none.
+    """
+    with model_errors(folder):
+        entries = ModelFolder(local_folder(folder, revision)).left_out
+    if not entries:
+        return {}
+    parts = sorted({name.removeprefix("model.").partition(".")[0] for name in entries})
+    size = sum(
+        math.prod(entry["shape"]) * FLOATING.get(entry["dtype"], torch.uint8).itemsize
+        for entry in entries.values()
+    )
+    log.warning(
+        "only the text part of %s is trained and served; %s (%d tensors, %.1f MiB) are left out",
+        folder, ", ".join(parts), len(entries), size / 2**20,
+    )  # fmt: skip
+    return {"left_out_tensors": float(len(entries)), "left_out_mib": size / 2**20}
 
 
 def check_headers(folder: Path, *, attention: str) -> None:
@@ -171,21 +180,33 @@ def check_headers(folder: Path, *, attention: str) -> None:
         )
         refuse(folder, info)
         refuse_integers(folder, model)
-        refuse_different_ties(folder, model, open_tensors(ModelFolder(folder).weight_files()))
+        tensors = open_tensors(ModelFolder(folder).weight_files())
+        refuse_different_ties(folder, model, text_tensors(tensors))
 
 
 def model_config(folder: Path | str, *, attention: str, revision: str | None = None, **changes: Any) -> Any:
-    """Return the `config.json` of `folder` without dropout and with the configured attention
-    implementation.
+    """Return the `config.json` of `folder`, or its part for the text model, without dropout and with the
+    configured attention implementation.
+
+    Args:
+        folder: A model folder, or a hub id.
+        attention: `model.attention`.
+        revision: Commit or branch of a hub id.
+        **changes: Other values of fields.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     if Path(folder).is_dir() and (Path(folder) / "adapter_config.json").exists():
         raise ModelError(
             f"model.path: {folder} holds an adapter (adapter_config.json); it would be loaded over the"
             " weights; merge it into the model and give that folder"
         )
-    config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False, **changes)
+    config = AutoConfig.from_pretrained(folder, revision=revision, trust_remote_code=False)
+    if hasattr(config, "text_config"):
+        settings = text_settings(PreTrainedConfig.get_config_dict(folder, revision=revision)[0])
+        config = config.text_config
+        config.tie_word_embeddings = settings.get("tie_word_embeddings", config.tie_word_embeddings)
+    config.update(changes)
     # A name such as owner/kernel would be downloaded from the hub as code.
     config._attn_implementation = implementation(attention)
     config._experts_implementation = None
@@ -258,17 +279,6 @@ def refuse_integers(folder: Path | str, model: Any) -> None:
             f"model.path: {folder}: {_some(wrong)}: weights must be {', '.join(FLOATING)}; a quantized model"
             " cannot be trained from; give the model that it was made from"
         )
-
-
-def _refuse_untied(folder: Path | str, model: Any) -> None:
-    """Raise ModelError if config.json ties parameters of which the files have different values.
-
-    transformers does not tie these, but vLLM does.
-    """
-    # Not `all_tied_weights_keys`, from which transformers has removed them.
-    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if model.get_parameter(target) is not model.get_parameter(source):
-            raise different_ties(folder, target, source)
 
 
 def refuse_non_finite(folder: Path | str, model: torch.nn.Module, of_shards: Sequence[str] = ()) -> None:

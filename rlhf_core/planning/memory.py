@@ -291,7 +291,7 @@ class Model:
         recomputed = self._layer(batch) if self._checkpoints else 0.0
         width = self.shape.intermediate + 2 * self.shape.hidden
         activations = layers + batch.tokens * (self.size * width + recomputed)
-        buffers = self._new_gradients * self.shape.intermediate
+        buffers = self._new_gradients * self.shape.mlp_rows
         return Bytes(activations=activations, buffers=buffers) + self._reducing
 
     @property
@@ -346,8 +346,8 @@ class Model:
 
     @property
     def _largest_tensor(self) -> int:
-        """Number of elements of the largest tensor: the embedding, or a matrix of an MLP."""
-        return self.shape.hidden * max(self.shape.vocabulary, self.shape.intermediate)
+        """Number of elements of the largest tensor: the embedding, a matrix of an MLP, or all experts."""
+        return self.shape.hidden * max(self.shape.vocabulary, self.shape.mlp_rows)
 
     @property
     def _checkpoints(self) -> bool:
@@ -438,5 +438,5 @@ def engine_memory(
         work, cache = 0.0, engine.kv_cache_gib * GIB
     else:
         cache = max(0.0, engine.gpu_memory_utilization * device.memory - weights - work)
-    per_token = 2 * shape.layers * shape.kv * size / parallel
+    per_token = 2 * shape.cached_layers * shape.kv * size / parallel
     return EngineMemory(Bytes(weights=weights, activations=work, cache=cache), math.floor(cache / per_token))

@@ -61,6 +61,13 @@ class RegisteredVersion:
         """Return the verified artifact of a stage that belongs to the version; None if it has none."""
         return _fetch(self.artifacts, stage, self.version) if self._has(stage) else None
 
+    def metrics(self, stage: StageName) -> Mapping[str, float]:
+        """Return the metrics of a stage that belongs to the version; empty if it has none, or if its artifact
+        is gone.
+        """
+        ref = self.artifacts.find_registered(stage, self.version.tags)
+        return {} if ref is None else ref.metrics
+
     def _has(self, stage: StageName) -> bool:
         return f"rlhf.{stage}.key" in self.version.tags
 

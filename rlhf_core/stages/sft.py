@@ -33,6 +33,7 @@ from rlhf_core.models.adapters import check_targets
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.policy import load_policy
+from rlhf_core.models.weights import left_out
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.training import (
     Folders,
@@ -116,7 +117,7 @@ def _train(
     if saved is not None:
         gap = saved["eval/loss"] - metrics["eval_loss"]
         metrics |= {"eval_loss": saved["eval/loss"], "perplexity": saved["eval/perplexity"], "merge_gap": gap}
-    return metrics
+    return metrics if context is None else metrics | left_out(folder, revision)
 
 
 def _save_base(
@@ -137,6 +138,7 @@ def _save_base(
         )
         _set_special_tokens(policy.lm, load_decoder(folders.data))
         policy.save(folders.out / "model")
+        return left_out(folder, revision)
     return {}
 
 

@@ -22,9 +22,16 @@ from typing import Any
 import torch
 
 from rlhf_core.errors import ModelError
-from rlhf_core.models.architectures import engine_backend, serves_adapters
+from rlhf_core.models.architectures import (
+    causal_class,
+    engine_backend,
+    needs_torchvision,
+    serves_adapters,
+)
+from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
+from tests.support.multimodal_models import FAMILIES, save_multimodal
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64,
@@ -99,14 +106,18 @@ def outcome(folder: Path, load: Callable[..., Any], attention: str) -> str:
 def tried(model_type: str) -> tuple[str, list[str]]:
     """Return the class name and the outcome of each column."""
     with tempfile.TemporaryDirectory() as folder:
-        name = save_tiny(tiny_config(model_type), Path(folder))
+        if model_type in FAMILIES:
+            save_multimodal(model_type, Path(folder))
+            name = str(causal_class(ModelFolder(folder).text_config["model_type"]))
+        else:
+            name = save_tiny(tiny_config(model_type), Path(folder))
         return name, [outcome(Path(folder), load, attention) for _, load, attention in COLUMNS]
 
 
 def engine(name: str, model_type: str) -> str:
     """Return what an engine of vLLM runs, read from its source, because importing vLLM is slow."""
     texts = {"vllm": "vLLM", "transformers": "transformers", "untested": "not in the registry", None: "no"}
-    return texts[engine_backend(name, model_type)]
+    return texts[engine_backend(name, model_type)] + (" [t]" if needs_torchvision(name) else "")
 
 
 def pipeline_use(outcomes: list[str], engine: str) -> str:
@@ -174,6 +185,7 @@ def page(
     titles = ["model_type", "class", *(title for title, _, _ in COLUMNS), "engine", "adapters", "pipeline"]
     usable = sum(any(cell in ("packed", "padded") for cell in row[2:4]) for row in rows)
     whole = sum(row[-1] == "all" for row in rows)
+    listed = ", ".join(f"`{family}`" for family in FAMILIES)
     lines = [
         "# Architectures",
         "",
@@ -194,13 +206,15 @@ def page(
         (
             "The result is found by running the loaded model and does not depend on its name (see [decision"
             " 16](decisions/0016-loading-models.md)). `flash_attention_2` requires a GPU and is not in"
-            " the table. The last three columns are read from the source code of vLLM:"
+            f" the table. {listed} are multimodal models in the layout of the hub, of which the text part is"
+            " used. The last three columns are read from the source code of vLLM:"
         ),
         "",
         (
             "- **engine**: **vLLM** has a class of its own, or its registry names the class of"
             " **transformers**. It also tries that class for what is **not in the registry**, which has not"
-            " been tested. With **no**, that class cannot be used either."
+            " been tested. With **no**, that class cannot be used either. **[t]**: vLLM's class imports"
+            " torchvision, which the locks for GPUs have and the lock for CPUs has not."
         ),
         "- **adapters**: engines can load adapters (`ppo.weight_sync.lora: adapter`).",
         (

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +39,47 @@ def tables() -> dict[str, Any]:
         "vllm": sorted(own),
         "vllm_by_transformers": sorted(_registry("_TRANSFORMERS_SUPPORTED_MODELS")),
         "vllm_without_adapters": sorted(name for name in own if not _serves_adapters(*own[name])),
+        "vllm_with_torchvision": with_torchvision(causal.values()),
     }
+
+
+def with_torchvision(names: Iterable[str]) -> list[str]:
+    """Return those of the classes of transformers whose class in vLLM cannot be imported without
+    torchvision.
+    """
+    own = {**_registry("_TEXT_GENERATION_MODELS"), **_registry("_MULTIMODAL_MODELS")}
+    return sorted(name for name in set(names) & own.keys() if _imports_torchvision(_of_vllm(own[name][0])))
+
+
+def _imports_torchvision(module: str) -> bool:
+    """Return whether importing a module imports torchvision, by itself or through modules of vLLM and of
+    transformers' models.
+    """
+    seen, waiting = {module}, [module]
+    while waiting:
+        imported = set(_imported(waiting.pop()))
+        if "torchvision" in {name.partition(".")[0] for name in imported}:
+            return True
+        # Without `transformers` itself, which imports its modules when they are used.
+        new = {name for name in imported - seen if name.startswith(("vllm.", "transformers.models."))}
+        seen |= new
+        waiting += new
+    return False
+
+
+@cache
+def _imported(module: str) -> tuple[str, ...]:
+    """Return the modules that a module imports at its top level."""
+    tree = _tree(module)
+    found: list[str] = []
+    for node in [] if tree is None else tree.body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(module, node)
+            # What is imported from a package can be one of its modules.
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return tuple(found)
 
 
 def versions() -> dict[str, str]:
@@ -50,8 +90,12 @@ def versions() -> dict[str, str]:
 
 
 def _serves_adapters(module: str, name: str) -> bool:
-    module = module if module.startswith("vllm.") else f"{_VLLM_MODELS}.{module}"
-    return _inherits(module, name, "SupportsLoRA")
+    return _inherits(_of_vllm(module), name, "SupportsLoRA")
+
+
+def _of_vllm(module: str) -> str:
+    """Return the whole name of a module in vLLM's registry."""
+    return module if module.startswith("vllm.") else f"{_VLLM_MODELS}.{module}"
 
 
 def _has_model_and_head(name: str, model_type: str) -> bool:

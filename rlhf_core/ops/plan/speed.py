@@ -194,10 +194,10 @@ def rollout_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) 
     seconds = _computing(prefill, engine.tensor_parallel, hardware, SCORING_MFU)
     seconds += _all_reduces(shape, engine, per_engine * limits.prompt, hardware)
     mean_context = limits.prompt + limits.new / 2
-    read = shape.parameters * size + concurrent * mean_context * 2 * shape.layers * shape.kv * size
+    read = shape.parameters * size + concurrent * mean_context * 2 * shape.cached_layers * shape.kv * size
     reading = read / (device.bandwidth * engine.tensor_parallel * DECODE_BANDWIDTH)
     arithmetic = _computing(
-        2.0 * shape.parameters * concurrent, engine.tensor_parallel, hardware, SCORING_MFU
+        2.0 * shape.active_parameters * concurrent, engine.tensor_parallel, hardware, SCORING_MFU
     )
     # The slower of both limits the other.
     token = max(arithmetic, reading) + _all_reduces(shape, engine, concurrent, hardware)
@@ -244,8 +244,8 @@ def _turn_time(config: PipelineConfig, shape: ModelShape, group: Group) -> float
 
 def _forward(shape: ModelShape, sequences: int, length: int) -> float:
     """Return the operations of a forward pass: two for each weight and token, and causal attention."""
-    attention = 2.0 * sequences * length**2 * shape.query * shape.layers
-    return 2.0 * shape.parameters * sequences * length + attention
+    attention = 2.0 * sequences * length**2 * shape.query * shape.cached_layers
+    return 2.0 * shape.active_parameters * sequences * length + attention
 
 
 def _computing(flops: float, ranks: int, hardware: Hardware, utilisation: float) -> float:

@@ -64,6 +64,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         base=base,
         first_base=first_base[0],
         weights=policy.weights,
+        left_out=_first(policy).metrics("sft"),
         artifacts=[
             (stage, tags[f"rlhf.{stage}.key"], tags[f"rlhf.{stage}.digest"][:16])
             for stage in STAGES

@@ -36,6 +36,7 @@ from rlhf_core.ops.publish.publish import publish
 from rlhf_core.ops.serve import serve_command, tokenizer_alone
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy
+from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.tracking.champions import BASE, WEIGHTS, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
@@ -444,6 +445,19 @@ def test_the_card_names_averaged_weights(home: str) -> None:
         assert (text in model_card(replace(policy, config={**policy.config, "ppo": ppo}))) == is_average
     earlier = {name: value for name, value in policy.config["ppo"].items() if name != "publish"}
     assert text not in model_card(replace(policy, config={**policy.config, "ppo": earlier}))
+
+
+def test_the_card_says_what_of_a_multimodal_base_model_is_left_out(home: str, tmp_path: Path) -> None:
+    policy = open_policy(MODEL, home)
+    assert "Only the text part" not in model_card(policy)
+    out = tmp_path / "sft"
+    out.mkdir()
+    (out / "file").touch()
+    metrics = {"left_out_tensors": 439.0, "left_out_mib": 801.25}
+    ref = policy.artifacts.publish("sft", "5" * 16, out, Provenance(metrics=metrics))
+    tags = {**policy.version.tags, "rlhf.sft.key": ref.key, "rlhf.sft.digest": ref.digest}
+    card = model_card(replace(policy, version=replace(policy.version, tags=tags)))
+    assert "such as a vision tower (439 tensors, 801.2 MiB), are left out." in card
 
 
 def test_the_licence_is_that_of_the_front_matter(home: str, tmp_path: Path) -> None:
