@@ -240,8 +240,8 @@ class PPOConfig(PackedSection):
     `kl.target`, or 100 without a target
     """
     guards: dict[GuardName, GuardAction] = execution({})
-    """What a condition does that indicates a failing training run ([guards](diagnose.md)): `warn`, which is the
-    default, `stop` (the stage ends) or `off`
+    """What a condition does that indicates a failing training run ([guards](diagnose.md)): `warn`, which is
+    the default, `stop` (the stage ends) or `off`
     """
     guard_limits: GuardLimits = execution({})
     """Limits of guards, in place of those in the table of [guards](diagnose.md)"""

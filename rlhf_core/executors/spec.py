@@ -57,7 +57,6 @@ class StageSpec:
         """Scratch folders of the attempts."""
         return self.home.work(self.stage, self.key)
 
-
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""
         write_atomic(path, _FORMAT.dump_json(self, by_alias=True, indent=2))
