@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +35,23 @@ class Display(Protocol):
     def run_finished(self, summary: dict[str, Any]) -> None: ...
 
 
+class TimeLeft:
+    """The time that tasks still take, from their progress since their first report here."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[float, int]] = {}
+        """Time and steps of the first report of each task."""
+
+    def of(self, event: Mapping[str, Any]) -> str:
+        """Return a text such as `, 3 min 05 s left` for a progress event; empty while it is not known."""
+        now, done, total = time.monotonic(), event["done"], event["total"]
+        # A stage that continues begins at a later step. The time left follows from the steps after it.
+        first_time, first_done = self._first.setdefault(event["task"], (now, done))
+        if not total or not first_done < done < total:
+            return ""
+        return f", {duration((now - first_time) / (done - first_done) * (total - done))} left"
+
+
 class Lines:
     """Log lines: one at the start and end of a stage, few in between."""
 
@@ -42,13 +59,12 @@ class Lines:
         self._seconds = seconds
         self.summary: dict[str, Any] | None = None
         """Summary of the run, once all its stages have finished."""
-        self._first: dict[str, tuple[float, int]] = {}
-        """Time and steps of the first report of each task."""
+        self._left = TimeLeft()
         self._logged: dict[str, float] = {}
 
     def started(self, stage: str, log_file: str) -> None:
         # The same object shows further runs of this process: their tasks have the same names.
-        self._first.clear()
+        self._left = TimeLeft()
         self._logged.clear()
         log.info("%s: running, log %s", stage, log_file)
 
@@ -61,17 +77,11 @@ class Lines:
             return
         now = time.monotonic()
         task, done, total = event["task"], event["done"], event["total"]
-        # A stage that continues begins at a later step. The time left follows from the steps after it.
-        first_time, first_done = self._first.setdefault(task, (now, done))
+        left = self._left.of(event)
         if done < total and task in self._logged and now - self._logged[task] < self._seconds:
             return
         self._logged[task] = now
         numbers = headline("", event.get("metrics") or {})
-        left = (
-            f", {duration((now - first_time) / (done - first_done) * (total - done))} left"
-            if first_done < done < total
-            else ""
-        )
         log.info(
             "%s: %d/%d %s%s%s", task, done, total, event["unit"], left, f"  {numbers}" if numbers else ""
         )
