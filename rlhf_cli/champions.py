@@ -100,7 +100,7 @@ def _add_registry(sub: argparse.ArgumentParser) -> None:
 
 def _champions(arguments: argparse.Namespace) -> int:
     from rlhf_core.run.registered_policies import open_registry
-    from rlhf_core.tracking.champions import champions, registered_models
+    from rlhf_core.tracking.champions import champions, moved_by_hand, registered_models
 
     mlflow = open_registry(arguments.home)
     names = [arguments.name] if arguments.name else registered_models(mlflow)
@@ -112,9 +112,8 @@ def _champions(arguments: argparse.Namespace) -> int:
         print(printable(f"{name}: {text}"))
         for move in moves:
             print(printable(f"  {describe(move)}"))
-        done = [move for move in moves if move.state == "done"]
-        if champion and (not done or done[-1].version != champion.version):
-            print(f"  version {champion.version} became champion outside of this history")
+        if problem := moved_by_hand(champion, moves):
+            print(f"  warning: {problem}")
     return 0
 
 
