@@ -63,7 +63,8 @@ MAIN_METRICS = (
     "hours",
 )
 """Metrics of the run of a pipeline."""
-_COLUMNS = json.dumps({"selectedColumns": [f"metrics.`{name}`" for name in MAIN_METRICS]})
+_COLUMN_IDS = [f"metrics.`{name}`" for name in MAIN_METRICS]
+_COLUMNS = json.dumps({"selectedColumns": _COLUMN_IDS, "columnOrder": _COLUMN_IDS})
 
 
 @dataclass(frozen=True)

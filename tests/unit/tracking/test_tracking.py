@@ -29,6 +29,7 @@ from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.external_inputs import data_sets
 from rlhf_core.tracking.database import artifacts_of, ensure_database, ui_command
 from rlhf_core.tracking.mlflow_client import Mlflow, Point
@@ -479,7 +480,7 @@ def test_the_result_of_a_later_command_replaces_that_of_an_earlier_one(
 
 def test_links_lead_to_the_version_and_to_the_runs_of_the_stages(tracking: Tracking) -> None:
     made = stage(tracking, tracking.parent_run("p1", "demo"))
-    refs = {
+    refs: dict[StageName, ArtifactRef] = {
         "ppo": ArtifactRef("ppo", "k1", "d", "/x", {}, mlflow_run_id=made.run_id),
         "sft": ArtifactRef("sft", "k2", "d", "/x", {}),
     }
