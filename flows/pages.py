@@ -1,4 +1,4 @@
-"""What people see in Prefect's pages: a progress bar that moves, a report and a table per stage, links.
+"""What people see in Prefect's pages: a progress bar that moves, a report of each stage and one of the run.
 
 Prefect only shows the run. If it cannot be reached, the run continues: failures are logged once, and the
 progress bar has a thread of its own, so that a slow server never makes the stage wait.
@@ -19,10 +19,8 @@ from uuid import UUID
 
 from prefect import get_client, runtime
 from prefect.artifacts import (
-    create_link_artifact,
     create_markdown_artifact,
     create_progress_artifact,
-    create_table_artifact,
     update_progress_artifact,
 )
 from prefect.context import FlowRunContext
@@ -33,7 +31,7 @@ from rlhf_core.ops.drift.compare import DriftReport
 from rlhf_core.ops.servers.reconcile import COMMAND_TAG, PROCESS_LABEL
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.summary import duration, run_markdown, stage_markdown
+from rlhf_core.run.summary import duration, headline, run_markdown, stage_markdown, verdict
 from rlhf_core.system.processes import RecordedProcess
 
 log = logging.getLogger(__name__)
@@ -87,7 +85,8 @@ class ProgressPage:
             # Before `_latest` is read, so that an event that arrives in between is not lost.
             self._changed.clear()
             if self._latest is not None:
-                percent, text = describe(self._latest)
+                event = self._latest
+                percent, text = describe(event)
                 try:
                     if artifact is None:
                         artifact = cast(
@@ -107,13 +106,12 @@ class ProgressPage:
 
 def describe(event: dict[str, Any]) -> tuple[float, str]:
     """Return the percentage and a sentence for a progress event."""
+    percent = min(100.0, round(100.0 * event["done"] / event["total"], 1))
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in (event.get("metrics") or {}).items())
-    text = f"{event['task']}: {event['done']} of {event['total']} {event['unit']}"
+    text = f"{event['task']}: {event['done']} of {event['total']} {event['unit']}, {percent:.0f} %"
     if event.get("left") is not None:
         text += f", {duration(event['left'])} left"
-    if metrics:
-        text += f" ({metrics})"
-    return min(100.0, round(100.0 * event["done"] / event["total"], 1)), text
+    return percent, f"{text} ({metrics})" if metrics else text
 
 
 def show_log_lines() -> None:
@@ -150,23 +148,14 @@ def publish_name(run: PipelineRun) -> None:
 
 
 def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> None:
-    """Report, table and link of a finished stage."""
+    """Report of a finished stage, with its numbers and links."""
     links = run.links(record.ref.mlflow_run_id)
     with _view_only(stage):
         create_markdown_artifact(
             stage_markdown(stage, record, links),
             key=_artifact_key(stage, "report"),
-            description=f"Stage {stage}",
+            description=f"Stage {stage}: {headline(stage, record.ref.metrics)}",
         )
-        rows = [{"metric": name, "value": value} for name, value in record.ref.metrics.items()]
-        if rows:
-            create_table_artifact(
-                rows, key=_artifact_key(stage, "metrics"), description=f"Headline numbers of stage {stage}"
-            )
-        if links.get("MLflow", "").startswith("http"):
-            create_link_artifact(
-                links["MLflow"], key=_artifact_key(stage, "mlflow"), link_text=f"MLflow run of stage {stage}"
-            )
 
 
 def publish_drift(report: DriftReport) -> None:
@@ -178,16 +167,12 @@ def publish_drift(report: DriftReport) -> None:
 
 
 def publish_run(run: PipelineRun) -> None:
-    """Report and link of the whole run."""
-    links = run.links(run.parent_run_id)
+    """Report of the whole run, with its results and links."""
+    summary = run.summary()
     with _view_only("run"):
         create_markdown_artifact(
-            run_markdown(run.summary()), key="pipeline-report", description="Whole pipeline"
+            run_markdown(summary), key="pipeline-report", description=verdict(summary) or "Whole pipeline"
         )
-        if links.get("MLflow", "").startswith("http"):
-            create_link_artifact(
-                links["MLflow"], key="pipeline-mlflow", link_text="MLflow run of the pipeline"
-            )
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         json: Print the champions and their histories as JSON.
     """
     from rlhf_core.run.registered_policies import open_registry
-    from rlhf_core.tracking.champions import champions, registered_models
+    from rlhf_core.tracking.champions import champions, moved_by_hand, registered_models
 
     mlflow = open_registry(home)
     names = [name] if name else registered_models(mlflow)
@@ -55,15 +55,14 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         return 0
     if not names:
         print("no registered models yet; a run makes one in its stage register")
-    for name in names:
-        champion, moves = champions(mlflow, name)
+    for each in names:
+        champion, moves = champions(mlflow, each)
         text = f"champion is version {champion.version}" if champion else "no champion"
-        print(printable(f"{name}: {text}"))
+        print(printable(f"{each}: {text}"))
         for move in moves:
             print(printable(f"  {describe(move)}"))
-        done = [move for move in moves if move.state == "done"]
-        if champion and (not done or done[-1].version != champion.version):
-            print(f"  version {champion.version} became champion outside of this history")
+        if problem := moved_by_hand(champion, moves):
+            print(f"  warning: {problem}")
     return 0
 
 

@@ -176,7 +176,7 @@ def _run_flow(parameters: dict[str, Any], home: Home, console: Console) -> int:
 
     from flows.rlhf import rlhf
     from rlhf_core.run.display import showing_progress
-    from rlhf_core.run.summary import result_table, stage_table
+    from rlhf_core.run.summary import result_table, stage_table, verdict
 
     with showing_progress(console) as display:
         try:
@@ -192,6 +192,8 @@ def _run_flow(parameters: dict[str, Any], home: Home, console: Console) -> int:
 
     # In a file or a pipe, rich would break lines at 80 characters.
     output = Console(soft_wrap=not sys.stdout.isatty())
+    if line := verdict(summary):
+        print(line)
     output.print(stage_table(summary))
     if (found := result_table(summary)).row_count:
         output.print(found)

@@ -222,6 +222,12 @@ def flat(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[
     return {name: value for section in sections or dump for name, value in leaves(section, dump[section])}
 
 
+def changed(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return what `flat` returns, without the values that are defaults."""
+    defaults = flat(type(config)(), sections)
+    return {name: value for name, value in flat(config, sections).items() if defaults.get(name) != value}
+
+
 def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of everything in the nested `value` that is not None."""
     if isinstance(value, dict | list):

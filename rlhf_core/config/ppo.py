@@ -51,6 +51,12 @@ from rlhf_core.config.training import (
 )
 
 WITHOUT_GROUPS = ("ppo", "reinforce_pp")
+_TITLES = {
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_baseline": "REINFORCE++-baseline",
+    "dr_grpo": "Dr. GRPO",
+}
+"""Algorithms whose name people do not write in capitals only."""
 """Algorithms that do not compare the samples of one prompt."""
 MINIBATCH = 64
 """Responses of an optimizer step in InstructGPT (Ouyang et al. 2022) and LLaMA-2 (Touvron et al. 2023)."""
@@ -280,6 +286,11 @@ class PPOConfig(PackedSection):
     def trains_on_reward_model(self) -> bool:
         """Whether the reward model counts. With weight 0 its scores are only logged."""
         return self.reward_model_weight != 0
+
+    @property
+    def title(self) -> str:
+        """Name of the algorithm as people write it: `GRPO`."""
+        return _TITLES.get(self.algorithm, self.algorithm.upper())
 
     @property
     def uses_critic(self) -> bool:

@@ -15,8 +15,8 @@ from rlhf_core.config.data import never_ends
 from rlhf_core.config.register import POLICIES, PolicyStage
 from rlhf_core.errors import CorruptArtifact
 
-MODELS = {"sft": "SFT", "ppo": "PPO", "dpo": "DPO"}
-"""Titles of all models that there can be. An evaluation has those with responses."""
+MODELS = ("sft", "ppo", "dpo")
+"""All models that there can be. An evaluation has those with responses."""
 LENGTH_CONTROLLED = "_length_controlled"
 """Suffix of the name of a win rate with responses of equal length."""
 NOT_IDENTIFIED = "not identified: one model's responses are nearly always longer"
@@ -31,6 +31,11 @@ MEASURES = {
 """Titles by the name in `evaluation.json`, the most trustworthy measure first. The measures of rules are in
 `rules`.
 """
+
+
+def titles_of(algorithm: str) -> dict[str, str]:
+    """Return the titles of all models, where `algorithm` trained the policy of the stage `ppo`."""
+    return {"sft": "SFT", "ppo": algorithm, "dpo": "DPO"}
 
 
 def main_policy(models: Iterable[str]) -> PolicyStage:
@@ -63,7 +68,7 @@ def results_of(evaluation: Mapping[str, Any], policy: PolicyStage) -> Mapping[st
     return table
 
 
-def endless_models(eos_rates: Mapping[str, float]) -> list[str]:
+def endless_models(eos_rates: Mapping[str, float], titles: Mapping[str, str]) -> list[str]:
     """Return one sentence for each model whose responses never end, by its share of responses with EOS."""
-    found = [never_ends(rate, f"the {MODELS.get(name, name)} model") for name, rate in eos_rates.items()]
+    found = [never_ends(rate, f"the {titles[name]} model") for name, rate in eos_rates.items()]
     return [problem for problem in found if problem is not None]

@@ -9,6 +9,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,12 @@ from matplotlib.figure import Figure
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.calibration import Calibration
 
-SFT, PPO, KL, INK, GRID = "#8792a2", "#2f6fde", "#d9822b", "#24303f", "#e4e8ee"
-_SERIES = (PPO, KL, "#3a9d6e", "#a259c4", "#c2453d", "#4aa3b8", SFT)
+INK, GRID = "#24303f", "#e4e8ee"
+# A thing has the same colour in all figures and, as a model, in report.css.
+SFT, POLICY = "#8792a2", "#2f6fde"
+SCORE, JUDGE, TRUE, KL = "#3a9d6e", "#a259c4", "#d9982b", "#c2453d"
+_OTHERS = ("#4aa3b8", "#7a5c3e", "#b0418f", "#5b6bb5")
+"""Colours of reward sources, except the true reward."""
 MEASURE_LABELS = {
     "gold": "gold reward (true reward)",
     "judge_model": "score of the second reward model (normalised)",
@@ -30,9 +35,9 @@ MEASURE_LABELS = {
     "rules": "weighted sum of rule rewards",
 }
 _EVALUATED = {
-    "eval/score": "score (maximised)",
-    "eval/judge": "score of the judge",
-    "eval/gold": "gold reward (true reward)",
+    "eval/score": ("score (maximised)", SCORE),
+    "eval/judge": ("score of the judge", JUDGE),
+    "eval/gold": ("gold reward (true reward)", TRUE),
 }
 _DPI = 130
 GOLD = "rewards/gold/mean"
@@ -91,17 +96,28 @@ def read_step_metrics(path: Path) -> StepMetrics:
     return StepMetrics(rows)
 
 
+def guards_raised(history: StepMetrics) -> list[str]:
+    """Return one text for each guard that was raised: `loops (3 steps, first in step 12)`."""
+    steps = history.column("step")
+    found = []
+    for name in history.names("guards/"):
+        raised = steps[history.column(name) > 0]
+        if len(raised):
+            found.append(f"{name.removeprefix('guards/')} ({len(raised)} steps, first in step {raised[0]:g})")
+    return found
+
+
 def training_curves(history: StepMetrics) -> Any:
     """Plot score and KL by PPO step, one panel each. Needs at least one step."""
     figure, (top, bottom) = _figure(9.4, 5.6, rows=2)
     step = history.column("step")
-    _line(top, step, history.column("objective/scores"), PPO, "score")
+    _line(top, step, history.column("objective/scores"), SCORE, "score")
     if history.has("objective/rlhf_reward"):
-        _line(top, step, history.column("objective/rlhf_reward"), SFT, "score minus KL penalty")
+        _line(top, step, history.column("objective/rlhf_reward"), INK, "score minus KL penalty")
     top.legend(loc="lower right", frameon=False)
-    _label(top, "Reward during PPO", "", "mean score per response")
+    _label(top, "Reward during training", "", "mean score per response")
     _line(bottom, step, history.column("objective/kl"), KL, "KL")
-    _label(bottom, "Distance from the SFT model", "PPO step", "KL (nats per response)")
+    _label(bottom, "Distance from the SFT model", "step", "KL (nats per response)")
     return figure
 
 
@@ -113,10 +129,12 @@ def reward_means(history: StepMetrics) -> list[str]:
 def reward_sources(history: StepMetrics) -> Any:
     """Plot the raw value of each reward source by step."""
     figure, (axes,) = _figure(9.4, 3.6)
-    for name, color in zip(reward_means(history), _SERIES * 8, strict=False):
+    others = cycle(_OTHERS)
+    for name in reward_means(history):
+        color = TRUE if name == GOLD else next(others)
         _line(axes, history.column("step"), history.column(name), color, name.split("/")[1])
     axes.legend(loc="best", frameon=False)
-    _label(axes, "Reward sources during PPO", "PPO step", "mean raw value")
+    _label(axes, "Reward sources during training", "step", "mean raw value")
     return figure
 
 
@@ -125,12 +143,12 @@ def reliability(calibration: Calibration) -> Any:
     figure, (axes,) = _figure(5.4, 4.6)
     axes.plot([0.5, 1.0], [0.5, 1.0], color=SFT, linewidth=1.2, linestyle=(0, (4, 2)), label="calibrated")
     sizes = 20 + 240 * np.asarray(calibration.count) / max(calibration.count)
-    axes.plot(calibration.confidence, calibration.accuracy, color=PPO, linewidth=1.2, alpha=0.5)
+    axes.plot(calibration.confidence, calibration.accuracy, color=SCORE, linewidth=1.2, alpha=0.5)
     axes.scatter(
         calibration.confidence,
         calibration.accuracy,
         s=sizes,
-        color=PPO,
+        color=SCORE,
         label="held-out pairs (area: how many)",
     )
     axes.legend(loc="upper left", frameon=False)
@@ -155,7 +173,7 @@ def reward_distribution(
     figure, panels = _figure(9.4, 3.6, columns=len(scores))
     for axes, (measure, (sft, trained)) in zip(panels, scores.items(), strict=True):
         bins = _bins(np.asarray(sft, dtype=float), np.asarray(trained, dtype=float))
-        for values, color, name in ((sft, SFT, "SFT"), (trained, PPO, policy)):
+        for values, color, name in ((sft, SFT, "SFT"), (trained, POLICY, policy)):
             axes.hist(values, bins=bins, color=color, alpha=0.6, label=name, edgecolor="white", linewidth=0.5)
             axes.axvline(float(np.mean(values)), color=color, linewidth=1.8, linestyle=(0, (4, 2)))
         axes.legend(loc="upper left", frameon=False)
@@ -175,7 +193,7 @@ def reward_against_kl(history: StepMetrics) -> Any:
     """
     figure, (axes,) = _figure(9.4, 4.2)
     distance = np.sqrt(np.clip(history.column("objective/kl"), 0.0, None))
-    measures = (("objective/scores", PPO, "score (maximised)"), (GOLD, KL, "gold reward (true reward)"))
+    measures = (("objective/scores", SCORE, "score (maximised)"), (GOLD, TRUE, "gold reward (true reward)"))
     for name, color, label in measures:
         if history.has(name):
             values = history.column(name)
@@ -200,7 +218,7 @@ def evaluation_curves(
     versions = sorted(evaluations)
     kl = np.array([evaluations[version].get("eval/kl", math.nan) for version in versions])
     distance = np.sqrt(np.clip(kl, 0.0, None))
-    for (name, label), color in zip(_EVALUATED.items(), _SERIES, strict=False):
+    for name, (label, color) in _EVALUATED.items():
         values = [evaluations[version].get(name, math.nan) for version in versions]
         if not np.isfinite(values).any():
             continue
@@ -214,7 +232,7 @@ def evaluation_curves(
     if math.isfinite(max_kl):
         right.axvline(math.sqrt(max_kl), color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="largest KL")
     left.legend(loc="best", frameon=False)
-    _label(left, "Held-out prompts during PPO", "PPO step", "mean per response")
+    _label(left, "Held-out prompts during training", "step", "mean per response")
     _label(right, "Frontier", "square root of KL to the SFT model", "mean per response")
     return figure
 

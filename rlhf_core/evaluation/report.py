@@ -1,4 +1,4 @@
-"""The evaluation as one HTML file without scripts, links or external resources.
+"""The evaluation as one HTML file without scripts or external resources. Its links stay on the page.
 
 `report.html.j2` is the page and `report.css` its style. Prompts and responses are untrusted text: jinja2
 escapes every value, `_visible` replaces control and direction characters, and a content security policy in
@@ -25,6 +25,7 @@ from rlhf_core.evaluation.measures import (
     flat_name,
     main_policy,
     results_of,
+    titles_of,
 )
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 
@@ -61,11 +62,15 @@ class Report:
     """The content of `evaluation.json`."""
     samples: Sequence[Mapping[str, Any]]
     """Rows of `samples.jsonl`."""
+    notable: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict, kw_only=True)
+    """Further rows, by what they were selected for."""
+    guards: Sequence[str] | None = field(default=None, kw_only=True)
+    """Guards that were raised; None if the training has none."""
     plots: Sequence[Plot]
     config: str
     """YAML of the configuration sections that affect the result."""
-    lineage: Sequence[tuple[str, str, str]]
-    """(stage, stage key, digest) of each input."""
+    lineage: Sequence[tuple[str, str, str, str]]
+    """(stage, time, stage key, digest) of each input."""
     data_card: str = ""
     """Markdown."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +87,8 @@ def render(report: Report) -> str:
     models = [model for model in MODELS if model in evaluation["eos_rate"]]
     policy = main_policy(models)
     own = results_of(evaluation, policy)
-    verdict, tone = _verdict(own["win_rate"], MODELS[policy])
+    titles = titles_of(evaluation["algorithm"])
+    verdict, tone = _verdict(own["win_rate"], titles[policy])
     sets = evaluation.get("regression", {})
     page = environment().get_template("report.html.j2")
     document = page.render(
@@ -104,16 +110,31 @@ def render(report: Report) -> str:
         own=own,
         # The policy of DPO, if it is not the one that the page is about.
         dpo=evaluation["policies"].get("dpo") if policy != "dpo" else None,
-        titles=MODELS,
-        title=MODELS[policy],
+        titles=titles,
+        names=[titles[model] for model in models],
+        contents=_contents(report),
+        title=titles[policy],
+        notable=report.notable,
+        guards=report.guards,
         winner=flat_name("winner", policy),
         verdict=verdict,
         tone=tone,
         judge=_judge(evaluation),
-        endless=endless_models(evaluation["eos_rate"]),
+        endless=endless_models(evaluation["eos_rate"], titles),
         failed={name: _failed(sets, name) for name in models if name != "sft"},
     )
     return document.strip() + "\n"
+
+
+def _contents(report: Report) -> dict[str, str]:
+    """Return the headings of the sections by their anchors."""
+    headings = {"results": "Results", "training": "Training", "samples": "Samples"}
+    if report.notable:
+        headings["notable"] = "Selected answers"
+    headings["lineage"] = "Time, lineage and configuration"
+    if report.data_card:
+        headings["data"] = "Data"
+    return headings
 
 
 def _failed(sets: Mapping[str, Any], policy: str) -> list[str]:

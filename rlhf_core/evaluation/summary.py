@@ -412,19 +412,47 @@ def interval_metrics(name: str, by_model: Mapping[str, Any]) -> dict[str, float]
     return flat
 
 
+def notable_rows(
+    answers: Mapping[str, Sequence[Answer]], comparisons: Mapping[str, Comparison], policy: str, count: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of prompts that are worth reading, by what was selected: the lowest scores of `policy`,
+    and the largest changes of the score from the SFT model's. Empty if the answers have no score.
+
+    The first measure counts: the true reward, if it is known. Arguments as for `sample_rows`.
+    """
+    measure = next(iter(answers[policy][0].scores), None)
+    if measure is None:
+        return {}
+    score = [answer.scores.get(measure, math.nan) for answer in answers[policy]]
+    before = [answer.scores.get(measure, math.nan) for answer in answers["sft"]]
+    change = _difference(score, before)
+    known = [i for i, value in enumerate(change) if not math.isnan(value)]
+    chosen = {
+        "Lowest score": sorted(known, key=lambda i: score[i]),
+        "Fell most from SFT": sorted((i for i in known if change[i] < 0), key=lambda i: change[i]),
+        "Rose most from SFT": sorted((i for i in known if change[i] > 0), key=lambda i: -change[i]),
+    }
+    return {
+        f"{title} ({measure.replace('_', ' ')})": sample_rows(answers, comparisons, indices[:count])
+        for title, indices in chosen.items()
+        if indices
+    }
+
+
 def sample_rows(
-    answers: Mapping[str, Sequence[Answer]], comparisons: Mapping[str, Comparison], count: int
+    answers: Mapping[str, Sequence[Answer]], comparisons: Mapping[str, Comparison], indices: Iterable[int]
 ) -> list[dict[str, Any]]:
-    """Return the models' answers to the first `count` prompts. They are not selected, so that they are
-    representative. `winner` is PPO's policy or the SFT model, and `winner_dpo` DPO's policy or the SFT model.
+    """Return the models' answers to the prompts with these indices. `winner` is the policy of the stage `ppo`
+    or the SFT model, and `winner_dpo` DPO's policy or the SFT model.
 
     Args:
         answers: (n,) answers of each model.
         comparisons: Each policy against the SFT model.
-        count: Number of rows.
+        indices: The prompts.
     """
     rows = []
-    for i, first in enumerate(answers["sft"][:count]):
+    for i in indices:
+        first = answers["sft"][i]
         row = {
             "prompt_id": first.sample.prompt_id,
             "prompt": first.sample.prompt,

@@ -27,7 +27,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.register import SampleConfig
 from rlhf_core.errors import GateFailed, InputError, VotesNeeded, checking
-from rlhf_core.evaluation.measures import MEASURES, MODELS
+from rlhf_core.evaluation.measures import MEASURES, titles_of
 from rlhf_core.ops.api import run_pipeline
 from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
 from rlhf_core.ops.review.record import open_review, votes_command
@@ -214,7 +214,8 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     from rich.table import Table
 
     title, columns = _evaluated(summaries) if "evaluate" in summaries[0] else _sampled(summaries)
-    answered = MODELS[summaries[0]["sample"]["policy"]]
+    sampled = summaries[0]["sample"]
+    answered = titles_of(sampled.get("algorithm", "PPO"))[sampled["policy"]]
     table = Table(title=title, caption=f"pairs, best: answers of {answered}")
     for column in ("round", *columns, "pairs", "best", "run"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
@@ -232,7 +233,8 @@ def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, l
     name = "score" if measure is None else measure.removeprefix("rules/").replace("_", " ")
     scores = [evaluation.get(measure, {}) for evaluation in evaluations]
     policy = summaries[0].get("policy", "ppo")
-    columns = {MODELS[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", policy)}
+    titles = titles_of(evaluations[0].get("algorithm", "PPO"))
+    columns = {titles[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", policy)}
     tables = [evaluation.get("policies", {}).get(policy, {}) for evaluation in evaluations]
     columns["win rate"] = [_mean(table.get("win_rate")) for table in tables]
     return f"{name} on held-out prompts", columns

@@ -21,7 +21,7 @@ from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config.address import base_of
-from rlhf_core.config.keys import flat, pipeline_name, rounding_settings, stages_made
+from rlhf_core.config.keys import changed, pipeline_name, rounding_settings, stages_made
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import limits_of
 from rlhf_core.errors import (
@@ -361,6 +361,6 @@ def _checkpoint_bytes(spec: StageSpec, inputs: Mapping[str, Path]) -> tuple[int,
 
 
 def _params(spec: StageSpec) -> dict[str, Any]:
-    """Return the configuration of the stage with flat names, for MLflow."""
+    """Return the settings of the stage that are not defaults, with flat names, for MLflow."""
     sections = [name.partition(".")[0] for name in STAGES[spec.stage].sections[:1]]
-    return {"stage_key": spec.key, "seed": spec.config.run.seed, **flat(spec.config, ("model", *sections))}
+    return {"stage_key": spec.key, "seed": spec.config.run.seed, **changed(spec.config, ("model", *sections))}

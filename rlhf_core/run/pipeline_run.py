@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_core.cluster.base_model import copied_base_models
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import (
-    flat,
+    changed,
     given_tracking_uri,
     is_enabled,
     is_made,
@@ -32,8 +32,9 @@ from rlhf_core.config.keys import (
     stage_key,
 )
 from rlhf_core.config.redact import scrubbed
+from rlhf_core.config.yaml import dump
 from rlhf_core.data.sources import pinned
-from rlhf_core.errors import InputError, StoreError, Superseded
+from rlhf_core.errors import InputError, RLHFError, StoreError, Superseded
 from rlhf_core.executors.job_files import delete_jobs
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName, stages_between
@@ -42,13 +43,20 @@ from rlhf_core.run.display import current_display
 from rlhf_core.run.external_inputs import data_sets, external_digests
 from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.state import describe_unfinished, process_of, read_state
-from rlhf_core.run.summary import is_continued_by, nothing_made, reuse_sentence, run_markdown, summarize
+from rlhf_core.run.summary import (
+    headline_metrics,
+    is_continued_by,
+    nothing_made,
+    reuse_sentence,
+    run_markdown,
+    summarize,
+)
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import open_store
 from rlhf_core.storage.versions import versions
-from rlhf_core.system.files import read_json, write_json
+from rlhf_core.system.files import read_json, write_atomic, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import RecordedProcess
 from rlhf_core.system.waiting import seconds_since_boot
@@ -121,11 +129,16 @@ class PipelineRun:
     def ensure_parent(self) -> None:
         """Ask MLflow for the run of this pipeline, if it has not answered yet."""
         if self.parent_run_id is None:
-            self.parent_run_id = self.tracking.parent_run(self.key, self.name, self.tags, flat(self.config))
+            self.parent_run_id = self.tracking.parent_run(
+                self.key, self.name, self.tags, changed(self.config)
+            )
             # The run in MLflow may be that of an earlier command, which had warnings.
             if "rlhf.warnings" not in self.tags:
                 self.tracking.remove_tags(self.parent_run_id, "rlhf.warnings")
             self.tracking.log_datasets(self.parent_run_id, data_sets(self.config, self.sources))
+            file = self.folder / "config.yaml"
+            write_atomic(file, dump(self.config.model_dump(mode="json", by_alias=True)))
+            self.tracking.log_file(self.parent_run_id, file)
 
     def includes(self, stage: StageName) -> bool:
         """Return whether this run has `stage` (`is_made`)."""
@@ -290,18 +303,35 @@ class PipelineRun:
         addresses = {"logs": str(self.logs)}
         if mlflow_run_id is not None:
             addresses["MLflow"] = self.tracking.url(mlflow_run_id)
+            if (runs := self.tracking.runs_url()) is not None:
+                addresses["all runs"] = runs
         for stage, record in self.records.items():
             if (report := STAGES[stage].report) is not None:
                 addresses["report"] = f"{record.ref.uri}/{report}"
+                if addresses.get("MLflow", "").startswith("http") and self.parent_run_id is not None:
+                    addresses["report in MLflow"] = self.tracking.url(self.parent_run_id, report)
         return addresses
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of all stages, by `stage/name`."""
-        metrics = {}
+    def log_outcome(self, summary: Mapping[str, Any]) -> None:
+        """Send the main metrics, the reports and the description to the MLflow run."""
+        if nothing_made(summary):
+            text = reuse_sentence(summary, datetime.now(UTC))
+            self.tracking.describe(self.parent_run_id, self._description(summary), text)
+            return
+        self.tracking.log_results(self.key, headline_metrics(summary))
         for stage, record in self.records.items():
-            for name, value in record.ref.metrics.items():
-                metrics[name if name.startswith(f"{stage}/") else f"{stage}/{name}"] = value
-        return metrics
+            if (report := STAGES[stage].report) is not None:
+                try:
+                    self.tracking.log_file(self.parent_run_id, self.artifacts.fetch(record.ref) / report)
+                except RLHFError as error:
+                    log.warning("MLflow's run has no %s: %s", report, error)
+        self.tracking.describe(self.parent_run_id, self._description(summary))
+
+    def _description(self, summary: Mapping[str, Any]) -> str:
+        registered = summary.get("registration", {})
+        version = (registered["model"], registered["version"]) if "version" in registered else None
+        refs = {stage: record.ref for stage, record in self.records.items()}
+        return f"{run_markdown(summary)}\n\n{self.tracking.links(refs, version)}"
 
     def summary(self) -> dict[str, Any]:
         """Return the content of `summary.json`, see `summarize`."""
@@ -363,10 +393,8 @@ def open_run(
             run.ensure_parent()
             summary = run.summary()
             run.write_summary(summary)
-        run.tracking.log_results(run.key, run.metrics())
         reused = nothing_made(summary)
-        sentence = reuse_sentence(summary, datetime.now(UTC)) if reused else ""
-        run.tracking.describe(run.parent_run_id, run_markdown(summary), sentence)
+        run.log_outcome(summary)
         current_display().run_finished(summary)
     except Exception as error:
         state, status, failure = "failed", "FAILED", f"{type(error).__name__}: {error}"

@@ -103,7 +103,7 @@ def get_or_run_stage(
         # An artifact that was made under other limits must meet those of this configuration.
         check_gate(run.config, stage, ref.metrics)
         run.remove_leftovers(spec)
-        run.tracking.link_reused(run.parent_run_id, stage, ref)
+        run.tracking.link_reused(run.parent_run_id, stage, ref, run.name)
     record = StageRecord(ref, time.monotonic() - began, reused, continued="resumed" in seen)
     run.record_result(stage, record)
     display.finished(stage, record)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 from rlhf_core.config.register import POLICIES
 from rlhf_core.evaluation.measures import (
     LENGTH_CONTROLLED,
+    MEASURES,
     MODELS,
     NOT_IDENTIFIED,
     OVER_SFT,
     PPO_OVER_DPO,
     endless_models,
     flat_name,
+    titles_of,
 )
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.types import Findings
@@ -90,7 +92,11 @@ def _implicit_rewards(ref: ArtifactRef) -> dict[str, Any] | None:
 def _sampled(ref: ArtifactRef) -> dict[str, Any]:
     counts = {name: int(ref.metrics.get(name, 0)) for name in ("pairs", "best")}
     # Answers of PPO's policy have no attribute.
-    return {**counts, "policy": ref.attributes.get("policy", "ppo")}
+    return {**counts, "policy": ref.attributes.get("policy", "ppo"), "algorithm": _algorithm(ref)}
+
+
+def _algorithm(ref: ArtifactRef) -> str:
+    return ref.attributes.get("algorithm", "PPO")  # artifacts of earlier releases do not name it
 
 
 def _registration(ref: ArtifactRef) -> dict[str, Any]:
@@ -101,7 +107,7 @@ def _registration(ref: ArtifactRef) -> dict[str, Any]:
 
 
 def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"algorithm": _algorithm(ref)}
     metrics = {name: value for name, value in ref.metrics.items() if not name.startswith("by_source/")}
     if policies := {policy: table for policy in POLICIES if (table := _of_policy(ref, policy))}:
         found["policies"] = policies
@@ -123,8 +129,8 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
         found["judge_agreement"] = interval
         found["judge_inconsistent"] = metrics["inconsistent"]
     rates = {name: metrics[f"eos_rate/{name}"] for name in MODELS if f"eos_rate/{name}" in metrics}
-    if problems := endless_models(rates):
-        found["never_end"] = "; ".join(problems)
+    if rates:
+        found["eos_rate"] = rates
     return found
 
 
@@ -133,6 +139,9 @@ def _of_policy(ref: ArtifactRef, policy: str) -> dict[str, Any]:
     found = _win_rates(ref.metrics, OVER_SFT, flat_name(OVER_SFT, policy))
     if (kl := flat_name("kl", policy)) in ref.metrics:
         found["kl"] = ref.metrics[kl]
+    lengths = [ref.metrics.get(f"length/{model}", 0.0) for model in (policy, "sft")]
+    if all(lengths):
+        found["length_ratio"] = lengths[0] / lengths[1]
     if (trained_on := flat_name("judge_trained_on", policy)) in ref.attributes:
         found["judge_trained_on"] = ref.attributes[trained_on] == "True"
     if (fallen := flat_name("fallen", policy)) in ref.attributes:
@@ -176,13 +185,74 @@ _LABELS = {"gold_reward_exchanged": "gold reward, prompts exchanged"}
 
 
 def results(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the findings of a run as (name, value) rows, in words."""
+    """Return the findings of a run as (name, value) rows, in words. The last stages are the first rows."""
     rows: list[tuple[str, str]] = []
-    for name, row in STAGES.items():
+    for name, row in reversed(STAGES.items()):
         findings = row.load_findings()
         if findings is not None and (entry := findings.entry or name) in summary:
             rows += findings.rows(summary[entry])
     return rows
+
+
+def verdict(summary: Mapping[str, Any]) -> str:
+    """Return the result in one line: `win rate 94.8 % [90.9, 97.8], KL 5.05, champion`. Empty if the run has
+    neither an evaluation nor a registration.
+    """
+    parts = []
+    found = _registered_policy(summary)
+    if OVER_SFT in found:
+        mean, low, high = (100 * found[OVER_SFT][part] for part in _INTERVAL)
+        parts.append(f"win rate {mean:.1f} % [{low:.1f}, {high:.1f}]")
+    if "kl" in found:
+        parts.append(f"KL {found['kl']:.3g}")
+    if "reason" in (registered := summary.get("registration", {})):
+        parts.append(_outcome(registered))
+    return ", ".join(parts)
+
+
+def headline_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the main metrics of a run, for the list of runs in MLflow."""
+    found = _registered_policy(summary)
+    evaluation = summary.get("evaluate", {})
+    policy = _policy(summary)
+    made = [entry["made_in_seconds"] or 0.0 for entry in summary["stages"].values()]
+    metrics = {"hours": sum(made) / 3600}
+    for name in ("kl", "length_ratio"):
+        if name in found:
+            metrics[name] = found[name]
+    if OVER_SFT in found:
+        metrics |= {
+            OVER_SFT: found[OVER_SFT]["mean"],
+            f"{OVER_SFT}_low": found[OVER_SFT]["low"],
+        }
+    for measure, name in _HEADLINES.items():
+        if policy in evaluation.get(measure, {}):
+            metrics[name] = evaluation[measure][policy]["mean"]
+    if policy in evaluation.get("eos_rate", {}):
+        metrics["eos_rate"] = evaluation["eos_rate"][policy]
+    if "accuracy" in summary.get("reward", {}):
+        metrics["reward_accuracy"] = summary["reward"]["accuracy"]
+    if "reason" in (registered := summary.get("registration", {})):
+        metrics["champion"] = float(registered["champion"])
+    return metrics
+
+
+_HEADLINES = {"reward_model": "reward", "judge_model": "judge", "gold_reward": "gold_reward"}
+"""Names in MLflow of the means of measures."""
+
+
+def _policy(summary: Mapping[str, Any]) -> str:
+    """Return the policy that the run is about: the registered one, or that which was evaluated."""
+    policies = summary.get("evaluate", {}).get("policies", {})
+    wanted = str(summary.get("policy", "ppo"))
+    return wanted if wanted in policies else next(iter(policies), wanted)
+
+
+def _registered_policy(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the table of this policy; empty if there was no evaluation."""
+    policies = summary.get("evaluate", {}).get("policies", {})
+    table: Mapping[str, Any] = policies.get(_policy(summary), {})
+    return table
 
 
 def _rows_of_accuracy(found: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -201,50 +271,62 @@ def _rows_of_implicit_rewards(found: Mapping[str, Any]) -> list[tuple[str, str]]
 
 
 def _rows_of_samples(sampled: Mapping[str, Any]) -> list[tuple[str, str]]:
-    name = f"sampled pairs, demonstrations, {MODELS[sampled['policy']]}"
+    name = f"sampled pairs, demonstrations, {titles_of(sampled['algorithm'])[sampled['policy']]}"
     return [(name, f"{sampled['pairs']}, {sampled['best']}")]
+
+
+def _outcome(registered: Mapping[str, Any]) -> str:
+    return "champion" if registered["champion"] else "not promoted"
 
 
 def _rows_of_registration(registered: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "reason" not in registered:
         return []
-    outcome = "champion" if registered["champion"] else "not promoted"
     return [
-        ("promotion", f"{registered['model']} version {registered['version']}: {outcome}"),
+        ("promotion", f"{registered['model']} version {registered['version']}: {_outcome(registered)}"),
         ("reason", registered["reason"]),
     ]
 
 
 def _rows_of_evaluation(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
-    policies = evaluation.get("policies", {})
-    for measure, values in evaluation.items():
-        if isinstance(values, dict) and "sft" in values:
-            name = measure.replace("rules/", "rule ").replace("regression/", "regression set ")
-            label = _LABELS.get(measure, name.replace("_", " "))
-            shown = [(title, values.get(model)) for model, title in MODELS.items()]
-            for policy in POLICIES:
-                title = "difference by prompt" + _suffix(policy)
-                shown.append((title, values.get("difference", {}).get(policy)))
-            shown.append(("PPO minus DPO by prompt", values.get(_PPO_MINUS_DPO)))
-            rows += [(f"{label}, {title}", _with_interval(each)) for title, each in shown if each]
+    policies, titles = evaluation.get("policies", {}), titles_of(evaluation["algorithm"])
+    judge = _judged(evaluation, titles)
+    for policy, table in policies.items():
+        rows += _rows_of_win_rate(table, OVER_SFT, f"win rate, {titles[policy]} over SFT{judge}")
+    rows += _rows_of_win_rate(evaluation, PPO_OVER_DPO, f"win rate, {titles['ppo']} over DPO{judge}")
+    for policy, table in policies.items():
+        suffix = "" if policy == "ppo" else f", {titles[policy]}"
+        if "kl" in table:
+            rows.append((f"KL to the SFT model{suffix}", f"{table['kl']:.3g} nats per response"))
+        if "length_ratio" in table:
+            rows.append((f"length of responses{suffix}", f"{table['length_ratio']:.2f} times that of SFT"))
+        if "fallen" in table:
+            rows.append((f"regression sets that failed{suffix}", table["fallen"]))
+    if problems := endless_models(evaluation.get("eos_rate", {}), titles):
+        rows.append(("responses that never end", "; ".join(problems)))
+    # What is measured as a check of other measures comes last.
+    for measure in sorted(evaluation, key=lambda name: (name in _LABELS, name not in MEASURES)):
+        rows += _rows_of_measure(measure, evaluation[measure], titles)
     if "judge_agreement" in evaluation:
         rows.append(("judge, agreement with held-out pairs", _with_interval(evaluation["judge_agreement"])))
         changed = f"{evaluation['judge_inconsistent']:.3f}"
         rows.append(("verdicts that change with the order (ties)", changed))
-    judge = _judged(evaluation)
-    for policy, table in policies.items():
-        rows += _rows_of_win_rate(table, OVER_SFT, f"win rate, {MODELS[policy]} over SFT{judge}")
-    rows += _rows_of_win_rate(evaluation, PPO_OVER_DPO, f"win rate, PPO over DPO{judge}")
-    if "never_end" in evaluation:
-        rows.append(("responses that never end", evaluation["never_end"]))
-    for policy, table in policies.items():
-        if "fallen" in table:
-            rows.append((f"regression sets that failed{_suffix(policy)}", table["fallen"]))
-    for policy, table in policies.items():
-        if "kl" in table:
-            rows.append((f"KL to the SFT model{_suffix(policy)}", f"{table['kl']:.3g} nats per response"))
     return rows
+
+
+def _rows_of_measure(measure: str, values: Any, titles: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the rows of a measure with a value of each model; none for other entries of the summary."""
+    if not isinstance(values, dict) or not isinstance(values.get("sft"), dict):
+        return []
+    name = measure.replace("rules/", "rule ").replace("regression/", "regression set ")
+    label = _LABELS.get(measure, name.replace("_", " "))
+    shown = [(title, values.get(model)) for model, title in titles.items()]
+    for policy in POLICIES:
+        title = "difference by prompt" + ("" if policy == "ppo" else f", {titles[policy]}")
+        shown.append((title, values.get("difference", {}).get(policy)))
+    shown.append((f"{titles['ppo']} minus DPO by prompt", values.get(_PPO_MINUS_DPO)))
+    return [(f"{label}, {title}", _with_interval(each)) for title, each in shown if each]
 
 
 def _rows_of_win_rate(found: Mapping[str, Any], name: str, label: str) -> list[tuple[str, str]]:
@@ -257,19 +339,14 @@ def _rows_of_win_rate(found: Mapping[str, Any], name: str, label: str) -> list[t
     return rows
 
 
-def _suffix(policy: str) -> str:
-    """Return the end of the names of rows about a policy."""
-    return "" if policy == "ppo" else f", {MODELS[policy]}"
-
-
-def _judged(evaluation: Mapping[str, Any]) -> str:
+def _judged(evaluation: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     """Return the judge as a suffix of the row's name."""
     if "judge" not in evaluation:
         return ""
     policies, trained = evaluation.get("policies", {}), ""
     main = next(iter(policies), None)
     if main is not None and policies[main].get("judge_trained_on"):
-        trained = ", which PPO was trained on"
+        trained = f", which {titles[main]} was trained on"
         if main == "dpo":
             trained = ", which is not independent of DPO's training"
     return f" (judge: {evaluation['judge']}{trained})"
@@ -360,7 +437,7 @@ def stage_markdown(stage: str, record: StageRecord, links: Mapping[str, str]) ->
         "",
         f"- artifact: `{ref.uri}`",
         f"- key: `{ref.key}`, manifest sha256: `{ref.digest}`",
-        *(f"- {name}: {address}" for name, address in links.items()),
+        *_markdown_links(links),
     ]
     return "\n".join(lines)
 
@@ -373,13 +450,22 @@ def run_markdown(summary: Mapping[str, Any]) -> str:
     lines = [
         f"# Pipeline {'reused' if nothing_made(summary) else 'finished'} in {duration(summary['seconds'])}",
         "",
+        *([f"**{line}**", ""] if (line := verdict(summary)) else []),
         *_markdown_table(("result", "value"), results(summary)),
         "",
         *_markdown_table(("stage", "time", "", "artifact"), stages),
         "",
-        *(f"- {name}: {address}" for name, address in summary["where"].items()),
+        *_markdown_links(summary["where"]),
     ]
     return "\n".join(lines)
+
+
+def _markdown_links(addresses: Mapping[str, str]) -> list[str]:
+    lines = []
+    for name, address in addresses.items():
+        is_link = address.startswith("http")
+        lines.append(f"- [{name}]({address})" if is_link else f"- {name}: `{address}`")
+    return lines
 
 
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

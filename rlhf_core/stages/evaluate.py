@@ -46,12 +46,13 @@ from rlhf_core.evaluation.summary import (
     answers,
     evaluation_json,
     flat_metrics,
+    notable_rows,
     sample_rows,
     without_masked,
 )
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
-from rlhf_core.stages.evaluation_files import write_evaluation
+from rlhf_core.stages.evaluation_files import Samples, write_evaluation
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
 
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 
 _HELD_OUT, _CHOSEN = "held-out", "chosen answers"
 """Reserved names of sets of prompts. A regression set cannot use them."""
+_NOTABLE = 3
+"""Answers that the report shows of each selection."""
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -128,12 +131,20 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         unscored=len(sources) - len(measured.sources),
     )
     evaluation = evaluation_json(responses, measured, comparisons, facts, interval, others)
-    samples = sample_rows(scored_answers, comparisons, config.evaluate.samples)
+    evaluation["algorithm"] = config.ppo.title
+    # The first ones are not selected, so that they are representative.
+    shown = range(min(config.evaluate.samples, len(scored_answers["sft"])))
+    samples = sample_rows(scored_answers, comparisons, shown)
+    notable = notable_rows(scored_answers, comparisons, policy, _NOTABLE)
     metrics = flat_metrics(evaluation) | agreement
     if language_model is not None:
         metrics |= language_model.metrics()
-    write_evaluation(config, context, evaluation, samples, measured, metrics)
-    attributes = {"prompts": len(prompts), "judge": scoring.judge_name(config, judge)}
+    write_evaluation(config, context, evaluation, Samples(samples, notable), measured, metrics)
+    attributes = {
+        "prompts": len(prompts),
+        "judge": scoring.judge_name(config, judge),
+        "algorithm": config.ppo.title,
+    }
     for name, is_trained_on in facts.trained_on.items():
         attributes[flat_name("judge_trained_on", name)] = is_trained_on
     return StageResult(metrics, attributes | _failed_regression_sets(regression, policies))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
-from rlhf_core.evaluation.measures import MODELS, endless_models, flat_name, main_policy
+from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy, titles_of
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import StageContext
+from rlhf_core.types import ArtifactRef, StageContext
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.plots import StepMetrics
@@ -37,11 +37,20 @@ class CaptionedFigure(NamedTuple):
     """A matplotlib figure."""
 
 
+class Samples(NamedTuple):
+    """Prompts with the answers of all models."""
+
+    first: list[dict[str, Any]]
+    """Rows of `samples.jsonl`, which are not selected."""
+    notable: Mapping[str, list[dict[str, Any]]]
+    """Further rows, by what they were selected for."""
+
+
 def write_evaluation(
     config: PipelineConfig,
     context: StageContext,
     evaluation: Mapping[str, Any],
-    samples: list[dict[str, Any]],
+    samples: Samples,
     measured: Measured,
     metrics: Mapping[str, float],
 ) -> None:
@@ -51,38 +60,41 @@ def write_evaluation(
         config: The configuration.
         context: Context of the stage.
         evaluation: Content of `evaluation.json`.
-        samples: Rows of `samples.jsonl`.
+        samples: Answers to read.
         measured: Values of all responses, for the figures.
         metrics: Metrics for the tracker, without the prefix `eval/`.
     """
     from rlhf_core.evaluation import plots, report
 
-    for problem in endless_models(evaluation["eos_rate"]):
+    titles = titles_of(config.ppo.title)
+    for problem in endless_models(evaluation["eos_rate"], titles):
         log.warning("%s", problem)
     out = context.output
     text = json.dumps(evaluation, indent=2, allow_nan=False)
     (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
-    write_jsonl(out / "samples.jsonl", samples)
+    write_jsonl(out / "samples.jsonl", samples.first)
     (out / "figures").mkdir()
     images: list[report.Plot] = []
-    figures = [_distribution(measured)]
+    figures = [_distribution(measured, titles)]
+    guards: list[str] | None = None
     if "ppo" in context.inputs:
         history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
         figures = [*_figures(history, figures[0]), *evaluation_figures(config, context)]
+        guards = plots.guards_raised(history)
     for name, title, caption, figure in figures:
         png = plots.to_png(figure)
         (out / "figures" / f"{name}.png").write_bytes(png)
         context.metrics.log_figure(name, figure)
         images.append(report.Plot(title, caption, png))
-    html = report.render(_report(config, context, evaluation, samples, images))
+    html = report.render(_report(config, context, evaluation, samples, images, guards))
     (out / "report.html").write_text(html, encoding="utf-8")
     context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
-    context.metrics.log_table("samples", [_table_row(row) for row in samples])
+    context.metrics.log_table("samples", [_table_row(row) for row in samples.first])
     context.metrics.log_file(out / "report.html")
     context.metrics.flush()
 
 
-def _distribution(measured: Measured) -> CaptionedFigure:
+def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFigure:
     """Return the figure of the scores of the SFT model and the policy."""
     from rlhf_core.evaluation import plots
 
@@ -92,7 +104,7 @@ def _distribution(measured: Measured) -> CaptionedFigure:
         "reward_distribution",
         "Reward distribution before and after",
         "Scores of both models' responses to the same held-out prompts; dashed lines are the means.",
-        plots.reward_distribution(shown, MODELS[policy]),
+        plots.reward_distribution(shown, titles[policy]),
     )
 
 
@@ -104,7 +116,7 @@ def _figures(history: StepMetrics, distribution: CaptionedFigure) -> list[Captio
     if len(history) and history.has("objective/scores") and history.has("objective/kl"):
         by_step = CaptionedFigure(
             "reward_and_kl_by_step",
-            "Reward and KL by PPO step",
+            "Reward and KL by step",
             "Mean score of the rollout batches, and how far the policy has moved from the SFT model.",
             plots.training_curves(history),
         )
@@ -145,20 +157,20 @@ def evaluation_figures(config: PipelineConfig, context: StageContext) -> list[Ca
         marks.append(f"Dotted line: the largest KL of a best version, {limit:g} nats per response.")
     caption = " ".join(["Means over the held-out prompts.", *marks, *filter(None, sentences)])
     figure = plots.evaluation_curves(found, best=best[0] if best else None, max_kl=limit)
-    return [CaptionedFigure("evaluations", "Evaluations during PPO", caption, figure)]
+    return [CaptionedFigure("evaluations", "Evaluations during training", caption, figure)]
 
 
 def _caption_of_reward_against_kl(history: StepMetrics) -> str:
     from rlhf_core.evaluation import plots
 
-    points = "One point per PPO step, against the square root of the KL (Gao et al. 2022): the score that PPO"
+    points = "One point per step, against the square root of the KL (Gao et al. 2022): the score that is"
     if history.has(plots.GOLD):
         return (
-            f"{points} maximises, and the true reward. Over-optimisation is where the true reward bends down"
+            f"{points} maximised, and the true reward. Over-optimisation is where the true reward bends down"
             " while the score still rises."
         )
     return (
-        f"{points} maximises. The true reward of these responses was not computed. The score rises under"
+        f"{points} maximised. The true reward of these responses was not computed. The score rises under"
         " over-optimisation too, so this curve cannot show it."
     )
 
@@ -167,8 +179,9 @@ def _report(
     config: PipelineConfig,
     context: StageContext,
     evaluation: Mapping[str, Any],
-    samples: list[dict[str, Any]],
+    samples: Samples,
     images: list[Any],
+    guards: list[str] | None,
 ) -> Any:
     """Return the content of `report.html`."""
     import yaml
@@ -178,17 +191,19 @@ def _report(
     dump = config.model_dump(mode="json", by_alias=True)
     dpo = ["dpo"] if config.dpo.enabled else []
     sections = {name: dump[name] for name in ("model", "data", "sft", "reward", *dpo, "ppo", "evaluate")}
-    trained = {"PPO steps": str(config.ppo.steps)} if config.ppo.enabled else {}
+    trained = {f"{config.ppo.title} steps": str(config.ppo.steps)} if config.ppo.enabled else {}
     if not config.ppo.enabled:
         trained["DPO"] = f"beta {config.dpo.beta:g}, at most {_epochs(config.dpo.epochs)}"
     inputs = context.lineage.inputs if context.lineage else {}
     return Report(
         name=config.run.name,
         evaluation=evaluation,
-        samples=samples,
+        samples=samples.first,
+        notable=samples.notable,
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
-        lineage=[(stage, ref.key, ref.digest) for stage, ref in inputs.items()],
+        lineage=[(stage, _minutes(ref), ref.key, ref.digest) for stage, ref in inputs.items()],
+        guards=guards,
         data_card=_data_card(context.data),
         is_best_version=config.ppo.enabled and config.ppo.publish == "best",
         shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),
@@ -199,6 +214,11 @@ def _report(
             "held-out prompts": str(evaluation["prompts"]),
         },
     )
+
+
+def _minutes(ref: ArtifactRef) -> str:
+    seconds = ref.attributes.get("seconds")
+    return "" if seconds is None else f"{float(seconds) / 60:.1f} min"
 
 
 def _epochs(count: int) -> str:

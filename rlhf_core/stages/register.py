@@ -23,7 +23,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
 from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
-from rlhf_core.evaluation.measures import results_of
+from rlhf_core.evaluation.measures import results_of, titles_of
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
 from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
 from rlhf_core.evaluation.scoring import MODEL_STAGES
@@ -340,6 +340,12 @@ def _reference_tags(mlflow: Mlflow, run_id: str | None) -> dict[str, str]:
     return {name: value for name, value in tags.items() if name == BASE or name.startswith(REFERENCE)}
 
 
+def _is_shown(metric: str) -> bool:
+    """Return whether a metric of the evaluation is a tag: a mean, and not of one source of data."""
+    is_bound = metric.endswith(("/low", "/high")) and not metric.startswith("win_rate/")
+    return not is_bound and not metric.startswith(("by_source/", "distinct_"))
+
+
 def _tags(
     config: PipelineConfig,
     lineage: Lineage,
@@ -357,8 +363,9 @@ def _tags(
         "rlhf.versions": json.dumps(versions()),
         **{f"rlhf.{name}.key": ref.key for name, ref in inputs.items()},
         **{f"rlhf.{name}.digest": ref.digest for name, ref in inputs.items()},
-        **{f"eval.{name}": f"{value:.6g}" for name, value in metrics.items()},
+        **{f"eval.{name}": f"{value:.6g}" for name, value in metrics.items() if _is_shown(name)},
         "eval.judge": str(evaluation.get("judge")),
+        "rlhf.algorithm": titles_of(config.ppo.title)[config.register_.policy],
     }
     if config.register_.policy != "ppo":
         tags[POLICY_STAGE] = config.register_.policy

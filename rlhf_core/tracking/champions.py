@@ -268,6 +268,22 @@ def _champion(mlflow: Mlflow, model: str) -> str | None:
     return champion.version if champion else None
 
 
+def moved_by_hand(champion: ModelVersion | None, moves: Iterable[Move]) -> str:
+    """Return a sentence if the alias is not where the history has put it; else an empty text.
+
+    It was then moved or removed in MLflow, without a match and without a reason.
+    """
+    done = [move for move in moves if move.state == "done"]
+    recorded, now = done[-1].version if done else None, champion.version if champion else None
+    if recorded == now:
+        return ""
+    names = [f"version {number}" if number else "no version" for number in (recorded, now)]
+    return (
+        f"the alias `{CHAMPION}` was moved by hand: the history says {names[0]}, and {names[1]} has it; use"
+        " `rlhf promote` or `rlhf rollback`, which record a reason"
+    )
+
+
 def champions(mlflow: Mlflow, model: str) -> tuple[ModelVersion | None, list[Move]]:
     """Return the champion and all moves of `model`. Raises InputError if there is no such model."""
     with registry_errors(mlflow, f"list the champions of {model!r}"):

@@ -46,6 +46,27 @@ _DATASET_NAME, _DATASET_DIGEST = 500, 36
 """Maximum length of the name of a data set."""
 
 
+COLUMNS_KEY = "rlhf"
+"""Value of `viewStateShareKey` in the address of a list of runs that has the columns `MAIN_METRICS`."""
+_COLUMNS_TAG = f"mlflow.sharedViewState.{COLUMNS_KEY}"
+MAIN_METRICS = (
+    "win_rate",
+    "win_rate_low",
+    "kl",
+    "reward",
+    "gold_reward",
+    "judge",
+    "length_ratio",
+    "eos_rate",
+    "reward_accuracy",
+    "champion",
+    "hours",
+)
+"""Metrics of the run of a pipeline."""
+_COLUMN_IDS = [f"metrics.`{name}`" for name in MAIN_METRICS]
+_COLUMNS = json.dumps({"selectedColumns": _COLUMN_IDS, "columnOrder": _COLUMN_IDS})
+
+
 @dataclass(frozen=True)
 class Point:
     """One number of one metric."""
@@ -145,6 +166,8 @@ class Mlflow:
 
         existing = self._client.get_experiment_by_name(self._experiment)
         if existing is not None:
+            if existing.tags.get(_COLUMNS_TAG) != _COLUMNS:
+                self._client.set_experiment_tag(existing.experiment_id, _COLUMNS_TAG, _COLUMNS)
             return _identity(existing.experiment_id, "experiment")
         database = sqlite_path(self.uri)
         location = artifacts_of(database) if database else None
@@ -152,6 +175,7 @@ class Mlflow:
             # Without the tag, MLflow's pages open in the view for prompts and traces.
             tags = {
                 "mlflow.experimentKind": "custom_model_development",
+                _COLUMNS_TAG: _COLUMNS,
                 "mlflow.note.content": (
                     "Runs of the RLHF pipeline: one per configuration and data, with a run per stage below."
                 ),

@@ -9,6 +9,7 @@ The match itself runs in another module. `tracking.champion_log` keeps the tests
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from rlhf_core.tracking.champions import (
     find_revocation,
     history,
     move_champion,
+    moved_by_hand,
     registry_errors,
     revocation,
     settle,
@@ -40,6 +42,8 @@ from rlhf_core.tracking.gate import (
     refused_alone,
 )
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
+
+log = logging.getLogger(__name__)
 
 CANDIDATE = "candidate"
 LOCAL_STORE = "local-store://"
@@ -109,7 +113,9 @@ def register(
         mlflow.ensure_model(
             model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated."
         )
-        settle(mlflow, model)
+        entries = settle(mlflow, model)
+        if problem := moved_by_hand(mlflow.by_alias(model, CHAMPION), entries.moves):
+            log.warning("%s: %s", model, problem)
         version, created = _find_or_create(mlflow, model, candidate)
         failpoint("register.created")
         mlflow.set_alias(model, CANDIDATE, version.version)
@@ -293,9 +299,10 @@ def _was_champion(mlflow: Mlflow, model: str, version: str) -> bool:
 
 
 def _description(candidate: Candidate) -> str:
+    found = candidate.evaluation
     return (
-        f"Win rate {candidate.evaluation.win_rate:.3f} against the SFT model. Load the folder:"
-        f" {candidate.source}"
+        f"Win rate {found.win_rate:.1%} over the SFT model ({found.wins} won, {found.losses} lost,"
+        f" {found.ties} tied; judge: {found.judge}). Load the folder: {candidate.source}"
     )
 
 

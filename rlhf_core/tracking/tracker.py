@@ -10,13 +10,14 @@ from __future__ import annotations
 import getpass
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_fixed
 
@@ -30,6 +31,7 @@ from rlhf_core.tracking.also import Copies
 from rlhf_core.tracking.check import tracker_problem
 from rlhf_core.tracking.database import ui_command
 from rlhf_core.tracking.mlflow_client import (
+    COLUMNS_KEY,
     DataSet,
     Mlflow,
     Point,
@@ -59,6 +61,7 @@ PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = (
 
 _DESCRIPTION = "mlflow.note.content"
 """MLflow shows this tag as the description of a run, rendered as Markdown."""
+_MACHINE_LEARNING = "workflowType=machine_learning"
 _REUSED = "\n\n**Reused:** "
 """Beginning of the last paragraph in the description of a run that was repeated."""
 
@@ -153,7 +156,8 @@ class Tracking:
                 parent = self._find_or_create({PIPELINE_KEY: pipeline[0]}, pipeline[1], {}, {}).run_id
             identity = _stage_identity(parent, key)
             about = {STAGE: stage, _DESCRIPTION: f"Stage `{stage}`, key `{key}`.", **facts, **(tags or {})}
-            state = self._find_or_create(identity, stage, about, params or {})
+            name = _stage_name(stage, pipeline[1] if pipeline else "")
+            state = self._find_or_create(identity, name, about, params or {})
             if (data := inputs.get("data")) is not None:
                 self.mlflow.log_datasets(state.run_id, [_artifact(data)], STAGES[stage].data_context)
             return state
@@ -169,18 +173,20 @@ class Tracking:
             copies=self.copies and self.copies(f"{stage}-{key}"),
         )
 
-    def link_reused(self, parent_id: str | None, stage: StageName, ref: ArtifactRef) -> None:
+    def link_reused(
+        self, parent_id: str | None, stage: StageName, ref: ArtifactRef, pipeline: str = ""
+    ) -> None:
         """Add a short run for a reused stage, with its headline metrics and a link to the run that made it.
 
         Nothing is added if the stage ran, or was linked, under this parent before. Data that its run could
-        not send then is sent now.
+        not send then is sent now. `pipeline` is the name of the pipeline.
         """
         if parent_id is None:
             return
         spool = self._spool_folder(stage, ref.key)
         if spool.exists():
             self.stage_run(parent_id, stage, ref.key, attempt=next_attempt(spool)).finish("FINISHED")
-        self._try(lambda: self._link(parent_id, stage, ref))
+        self._try(lambda: self._link(parent_id, stage, ref, pipeline))
 
     def wait(self, seconds: float) -> None:
         """Wait until the server answers, for at most `seconds`; for the one stage that is useless without it.
@@ -211,14 +217,14 @@ class Tracking:
         return self._try(lambda: why_outdated(self.mlflow, model, facts)) or ""
 
     def log_results(self, pipeline_key: str, metrics: Mapping[str, float]) -> None:
-        """Log the headline metrics of a finished pipeline on its own run. Logging them twice adds nothing."""
+        """Log metrics of a finished pipeline on its own run. Those of a later command replace them."""
 
         def log_all() -> None:
             state = self.mlflow.find_run({PIPELINE_KEY: pipeline_key})
             if state is not None:
-                # A fixed time, because it is part of the key of MLflow's rows.
-                time = state.start + MS_PER_STEP
-                points = [Point(clean_name(name), value, 0, time) for name, value in metrics.items()]
+                # Of several values of a step, MLflow shows the one with the last time.
+                now = int(time.time() * 1000)
+                points = [Point(clean_name(name), value, 0, now) for name, value in metrics.items()]
                 self.mlflow.log_points(state.run_id, points)
 
         self._try(log_all)
@@ -249,6 +255,26 @@ class Tracking:
 
         self._try(set_text)
 
+    def links(self, stages: Mapping[StageName, ArtifactRef], version: tuple[str, str] | None) -> str:
+        """Return a paragraph of Markdown with links to the runs of stages, and to a version (model, number).
+
+        Empty if MLflow does not answer.
+        """
+
+        def text() -> str:
+            shown = []
+            if version is not None:
+                model, number = version
+                shown.append(
+                    f"[{model} version {number}](#/models/{quote(model, safe='')}/versions/{number})"
+                )
+            for stage, ref in stages.items():
+                if ref.mlflow_run_id is not None:
+                    shown.append(self._link_to_run(ref.mlflow_run_id, stage))
+            return f"Pages: {', '.join(shown)}" if shown else ""
+
+        return self._try(text) or ""
+
     def finish(self, run_id: str | None, status: Status, *, reused: bool = False) -> None:
         """End a run. With `reused`, the run keeps its earlier end time, because no stage ran."""
         if status == "KILLED":
@@ -278,13 +304,26 @@ class Tracking:
         if run_id is not None:
             self._try(lambda: self.mlflow.remove_tags(run_id, prefix))
 
-    def url(self, run_id: str | None) -> str:
-        """Return a link to a server's page, or the command that shows a database."""
+    def url(self, run_id: str | None, artifact: str = "") -> str:
+        """Return a link to a server's page of a run or of one of its artifacts, or the command that shows a
+        database.
+        """
         if urlsplit(self.mlflow.uri).scheme in ("http", "https"):
             base = self.uri.rstrip("/")
             experiment = self._try(lambda: self.mlflow.experiment_id) if run_id else None
-            return f"{base}/{_page(experiment, run_id)}" if experiment else base
+            return f"{base}/{_page(experiment, run_id, artifact)}" if experiment else base
         return ui_command(self.uri)
+
+    def runs_url(self) -> str | None:
+        """Return a link to the list of runs with the columns of the main metrics; None if MLflow does not
+        answer. For a database it is that of the server which the command of `url` starts.
+        """
+        is_server = urlsplit(self.mlflow.uri).scheme in ("http", "https")
+        base = self.uri.rstrip("/") if is_server else "http://127.0.0.1:5000"
+        experiment = self._try(lambda: self.mlflow.experiment_id)
+        if experiment is None:
+            return None
+        return f"{base}/#/experiments/{experiment}/runs?{_MACHINE_LEARNING}&viewStateShareKey={COLUMNS_KEY}"
 
     def _spool_folder(self, stage: str, key: str) -> Path:
         return self.spool / f"{stage}-{key}"
@@ -321,7 +360,7 @@ class Tracking:
             self.mlflow.delete_run(created.run_id)
         return oldest
 
-    def _link(self, parent_id: str, stage: StageName, ref: ArtifactRef) -> None:
+    def _link(self, parent_id: str, stage: StageName, ref: ArtifactRef, pipeline: str) -> None:
         if self.mlflow.find_run(_stage_identity(parent_id, ref.key)) is not None:
             return
         tags = {
@@ -333,8 +372,8 @@ class Tracking:
         }
         if ref.mlflow_run_id is not None:
             tags["rlhf.producer_run_id"] = ref.mlflow_run_id
-            tags[_DESCRIPTION] = f"Reused from {self._markdown_link(ref.mlflow_run_id)}."
-        state = self.mlflow.create_run(f"{stage} (reused)", tags)
+            tags[_DESCRIPTION] = f"Reused from {self._link_to_run(ref.mlflow_run_id)}."
+        state = self.mlflow.create_run(f"{_stage_name(stage, pipeline)} (reused)", tags)
         points = [
             Point(clean_name(name), value, 0, state.start + MS_PER_STEP)
             for name, value in ref.metrics.items()
@@ -342,9 +381,9 @@ class Tracking:
         self.mlflow.log_points(state.run_id, points)
         self.mlflow.terminate(state.run_id, "FINISHED")
 
-    def _markdown_link(self, run_id: str) -> str:
+    def _link_to_run(self, run_id: str, text: str = "") -> str:
         # Relative, because the reader may see MLflow under another address than this process.
-        return f"[run {run_id}]({_page(self.mlflow.experiment_id, run_id)})"
+        return f"[{text or f'run {run_id}'}]({_page(self.mlflow.experiment_id, run_id)})"
 
     def _try(self, action: Callable[[], _T]) -> _T | None:
         try:
@@ -358,15 +397,21 @@ class Tracking:
             return None
 
 
+def _stage_name(stage: StageName, pipeline: str) -> str:
+    """Return the name of a stage's run: `ppo · demo-seed0-27e993f4`."""
+    return f"{stage} · {pipeline}" if pipeline else stage
+
+
 def _is_temporary(error: BaseException) -> bool:
     # Errors of other libraries, such as a refused connection, have no status.
     status = getattr(error, "get_http_status_code", lambda: 500)()
     return isinstance(error, Exception) and not 400 <= status < 500
 
 
-def _page(experiment: str, run_id: str | None) -> str:
+def _page(experiment: str, run_id: str | None, artifact: str = "") -> str:
     """Return the path of a run's page in MLflow's view for training; the default view is that for prompts."""
-    return f"#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning"
+    part = f"/artifacts/{artifact}" if artifact else ""
+    return f"#/experiments/{experiment}/runs/{run_id}{part}?{_MACHINE_LEARNING}"
 
 
 def _artifact(data: ArtifactRef) -> DataSet:

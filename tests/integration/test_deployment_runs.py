@@ -78,14 +78,7 @@ def _kill_running_flow(servers: Servers, home: Path, trace: Path) -> None:
     assert Home.of(home).run(run["name"]).is_dir(), "the flow run has the name of the pipeline"
     assert {"auto-recover", "tiny", "seed=0"} < set(run["tags"])
     artifacts = {artifact["key"] for artifact in servers.ask("/artifacts/filter", {"limit": 100})}
-    assert {
-        "sft-progress",
-        "sft-report",
-        "sft-metrics",
-        "sft-mlflow",
-        "data-report",
-        "pipeline-report",
-    } <= artifacts
+    assert {"sft-progress", "sft-report", "data-report", "pipeline-report"} <= artifacts
     deployment = servers.deployment("full-pipeline")
     fields = deployment["parameter_openapi_schema"]["properties"]
     assert "PPO iterations" in fields["ppo_steps"]["description"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from rlhf_core.data.dataset import load_prompts
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
+from rlhf_core.tracking.mlflow_client import MAIN_METRICS
 from tests.support import secret_search
 from tests.unit.ppo.watching.test_guards import FAILURES
 
@@ -193,7 +195,13 @@ def test_mlflow_has_the_parent_the_stages_their_curves_and_the_registered_policy
     runs = client.search_runs(
         [parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'", max_results=50
     )
+    assert {"win_rate", "kl", "hours"} < set(parent.data.metrics) <= set(MAIN_METRICS)
+    assert parent.data.params["run.name"] == "tiny" and "run.executor" not in parent.data.params, "a default"
+    assert {item.path for item in client.list_artifacts(parent.info.run_id)} >= {"config.yaml", "report.html"}
+    assert "/versions/1)" in parent.data.tags["mlflow.note.content"]
+    assert re.search(r"^win rate \S+ % \[.+\], KL \S+, (champion|not promoted)$", golden.output, re.MULTILINE)
     by_stage = {run.data.tags["rlhf.stage"]: run for run in runs}
+    assert by_stage["ppo"].info.run_name == f"ppo · {golden.summary['run']}"
     assert set(by_stage) == {"data", "sft", "reward", "ppo", "evaluate", "register"}
     ppo = by_stage["ppo"].info.run_id
     assert [m.step for m in client.get_metric_history(ppo, "objective/kl")] == [1, 2, 3, 4]

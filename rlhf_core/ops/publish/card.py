@@ -14,7 +14,7 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
-from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED, endless_models, results_of
+from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED, endless_models, results_of, titles_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered_policies import RegisteredPolicy, RegisteredVersion
@@ -44,6 +44,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         )  # fmt: skip
         evaluation = {}
     own = results_of(evaluation, policy.trained_by) if evaluation else {}
+    titles = titles_of(evaluation.get("algorithm", "PPO"))
     base, first_base = _base(policy)[0], _base(_first(policy))
     licence, sources, tags = _base_licence(policy), _data_sources(policy), policy.version.tags
     is_identifier = re.fullmatch(r"[\w.-]+", licence) and licence != _UNKNOWN
@@ -82,7 +83,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         base_licence=licence,
         # Each data set once, although several fields can use it.
         data_licences={name: _data_licence(digest) for _, name, digest in sources},
-        problems=endless_models(evaluation.get("eos_rate", {})),
+        problems=endless_models(evaluation.get("eos_rate", {}), titles),
     )
     return scrubbed(str(card)) + "\n"
 

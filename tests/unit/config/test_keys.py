@@ -21,7 +21,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig, keys
 from rlhf_core.config.base import Section, result
-from rlhf_core.config.keys import pipeline_key, rounding_settings, stage_key
+from rlhf_core.config.keys import changed, pipeline_key, rounding_settings, stage_key
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, is_section, locate, variants
 from rlhf_core.config.pipeline import ResourcesConfig
@@ -428,3 +428,10 @@ def test_keys_of_existing_configurations_stay(
     found: dict[str, str] = {stage: stage_key(config, stage, {}, {}) for stage in STAGES}
     found["pipeline"] = pipeline_key(config, {})
     assert {name: found[name] for name in expected} == expected
+
+
+def test_changed_settings_are_those_that_differ_from_the_defaults() -> None:
+    config = PipelineConfig.model_validate({"run": {"name": "mine"}, "ppo": {"steps": 7}})
+    assert changed(config) == {"run.name": "mine", "ppo.steps": 7}
+    assert changed(config, ("ppo",)) == {"ppo.steps": 7}
+    assert changed(PipelineConfig()) == {}

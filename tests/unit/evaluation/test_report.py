@@ -20,6 +20,9 @@ from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.plots import StepMetrics, read_step_metrics
 from rlhf_core.evaluation.report import Plot, Report, markdown_to_html, render
+from rlhf_core.evaluation.statistics import Answer
+from rlhf_core.evaluation.summary import notable_rows
+from rlhf_core.types import RewardInput
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -36,7 +39,8 @@ HOSTILE = (
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "main", "header", "section", "article", "div", "p",
     "span", "b", "i", "em", "small", "strong", "h1", "h2", "h3", "h4", "table", "thead", "tbody", "tr", "th",
-    "td", "code", "pre", "figure", "figcaption", "img", "svg", "g", "line", "circle", "details", "summary",
+    "td", "nav", "a", "code", "pre", "figure", "figcaption", "img", "svg", "g", "line", "circle", "details",
+    "summary",
 }  # fmt: skip
 
 
@@ -73,7 +77,8 @@ def of_policy(win: float = 0.8, trained: bool = False) -> dict[str, Any]:
 def evaluation(win: float = 0.8) -> dict[str, Any]:
     pair = {"sft": interval(0.25), "ppo": interval(1.5), "difference": {"ppo": interval(1.25)}}
     return {
-        "policies": {"ppo": of_policy(win)}, "judge": "gold", "inconsistent": 0.0, "gold_reward": pair,
+        "policies": {"ppo": of_policy(win)}, "algorithm": "PPO", "judge": "gold", "inconsistent": 0.0,
+        "gold_reward": pair,
         "reward_model": None, "rules": {"keywords": pair},
         "lengths": {"sft": interval(30), "ppo": interval(34), "difference": {"ppo": interval(4)}},
         "eos_rate": {"sft": 0.9, "ppo": 1.0}, "prompts": 128, "confidence": 0.95, "by_source": {},
@@ -90,7 +95,7 @@ def report(**changes: Any) -> Report:
     fields: dict[str, Any] = {
         "name": "demo", "evaluation": evaluation(), "samples": [sample()],
         "plots": [Plot("t", "c", b"\x89PNG")],
-        "config": "ppo: {}\n", "lineage": [("sft", "0123", "abcd")], "data_card": "# Data\n",
+        "config": "ppo: {}\n", "lineage": [("sft", "1.5 min", "0123", "abcd")], "data_card": "# Data\n",
         "facts": {"seed": "0"},
     }  # fmt: skip
     return Report(**(fields | changes))
@@ -109,10 +114,12 @@ def test_untrusted_text_never_becomes_markup(text: str) -> None:
         report(
             name=text,
             samples=[sample(text)],
+            notable={text: [sample(text)]},
+            guards=[text],
             plots=[Plot(text, text, b"x")],
             config=text,
             data_card=f"# {text}\n",
-            lineage=[(text, text, text)],
+            lineage=[(text, text, text, text)],
             facts={text: text},
             evaluation=evaluation()
             | {
@@ -122,17 +129,20 @@ def test_untrusted_text_never_becomes_markup(text: str) -> None:
         )
     )
     plain = parse(
-        render(report(evaluation=evaluation() | {"by_source": {"a": evaluation(), "b": evaluation()}}))
+        render(
+            report(
+                notable={"a": [sample("a")]},
+                guards=["a"],
+                evaluation=evaluation() | {"by_source": {"a": evaluation(), "b": evaluation()}},
+            )
+        )
     )
     hostile = parse(document)
     assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in plain.tags]
     assert {tag for tag, _ in hostile.tags} <= TAGS
-    assert not {
-        name
-        for _, attributes in hostile.tags
-        for name in attributes
-        if name.startswith("on") or name == "href"
-    }
+    links = {attributes["href"] or "" for _, attributes in hostile.tags if "href" in attributes}
+    assert links == {"#results", "#training", "#samples", "#notable", "#lineage", "#data"}
+    assert not {name for _, attributes in hostile.tags for name in attributes if name.startswith("on")}
     document.encode("utf-8")
     assert not set("\u202e\u202c\x00\x1b\x7f") & set(document)
 
@@ -164,7 +174,7 @@ def test_win_rates_over_the_data_are_in_percent_and_their_difference_in_points()
     controlled = {"sft": interval(0.4), "ppo": interval(0.6)}
     chosen = {"prompts": 40, "win_rate": rates, "win_rate_length_controlled": controlled}
     text = parse(render(report(evaluation=evaluation() | {"over_chosen": chosen}))).text
-    assert "data's answers 40.0% 30.0% to 50.0% 65.0% 55.0% to 75.0% +25.0 pp (+15.0 to +35.0)" in text
+    assert "data's answers 40.0% 30.0% to 50.0% 65.0% 55.0% to 75.0% +25.0 pp +15.0 to +35.0" in text
 
 
 def test_regression_sets_have_a_column_and_a_result_for_the_policy_of_dpo() -> None:
@@ -280,6 +290,27 @@ def test_verdict_follows_from_the_interval(win: float, verdict: str) -> None:
     assert verdict in render(report(evaluation=evaluation(win)))
 
 
+def test_report_names_the_algorithm_that_ran() -> None:
+    text = parse(render(report(evaluation=evaluation() | {"algorithm": "GRPO"}))).text
+    assert "The GRPO policy beats the SFT model" in text and "PPO" not in text
+
+
+def test_report_has_guards_times_and_selected_answers_only_if_there_are_any() -> None:
+    assert "guard" not in render(report())
+    plain = render(report(guards=[]))
+    assert "No guard was raised." in plain and "1.5 min" in plain and 'id="notable"' not in plain
+    shown = parse(
+        render(report(guards=["loops (3 steps, first in step 12)"], notable={"Lowest": [sample("Bad.")]}))
+    )
+    assert "Guards that were raised: loops (3 steps, first in step 12)." in shown.text
+    assert "Selected answers" in shown.text and "Bad." in shown.text
+
+
+def test_raised_guards_are_counted_from_their_first_step() -> None:
+    rows = [{"step": float(s), "guards/loops": float(s > 2), "guards/empty": 0.0} for s in range(1, 5)]
+    assert plots.guards_raised(StepMetrics(rows)) == ["loops (2 steps, first in step 3)"]
+
+
 @pytest.mark.parametrize(("winner", "count"), [("ppo", 1), ("sft", 1), ("tie", 0)])
 def test_winner_of_a_sample_is_marked(winner: str, count: int) -> None:
     document = render(report(samples=[sample(winner=winner)]))
@@ -314,7 +345,7 @@ def test_curves_have_the_recorded_values_and_units(steps: int) -> None:
     top, bottom = figure.axes
     assert top.lines[0].get_ydata().tolist() == history(steps).column("objective/scores").tolist()
     assert bottom.get_ylabel() == "KL (nats per response)"
-    assert bottom.get_xlabel() == "PPO step"
+    assert bottom.get_xlabel() == "step"
     assert plots.to_png(figure).startswith(b"\x89PNG")
 
 
@@ -389,3 +420,22 @@ def test_invalid_line_of_step_metrics_is_named(tmp_path: Path, line: str) -> Non
     path.write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(CorruptArtifact, match=r"metrics\.jsonl:2"):
         read_step_metrics(path)
+
+
+def test_selected_answers_are_the_worst_and_the_most_changed_ones() -> None:
+    scores = {"sft": [1.0, 0.0, 2.0, 1.0], "ppo": [1.5, 0.5, 0.8, 1.0]}
+    answers = {
+        model: [
+            Answer(RewardInput(f"p{i}", f"prompt {i}", "a.", (1,), (2,), finished=True), {"gold": score})
+            for i, score in enumerate(of_model)
+        ]
+        for model, of_model in scores.items()
+    }
+    found = notable_rows(answers, {}, "ppo", 2)
+    assert {title: [row["prompt_id"] for row in rows] for title, rows in found.items()} == {
+        "Lowest score (gold)": ["p1", "p2"],
+        "Fell most from SFT (gold)": ["p2"],
+        "Rose most from SFT (gold)": ["p0", "p1"],
+    }
+    unscored = {model: [Answer(answer.sample) for answer in of_model] for model, of_model in answers.items()}
+    assert notable_rows(unscored, {}, "ppo", 2) == {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,13 +20,16 @@ from rlhf_core.executors.spec import StageRecord
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.summary import (
     duration,
+    headline_metrics,
     result_table,
     results,
     reuse_sentence,
     run_markdown,
     stage_markdown,
     summarize,
+    verdict,
 )
+from rlhf_core.tracking.mlflow_client import MAIN_METRICS
 from rlhf_core.types import ArtifactRef
 
 EVALUATION = {
@@ -83,13 +87,59 @@ def test_the_summary_has_the_documented_fields() -> None:
 def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
     sampled = ref("sample", pairs=7.0, best=9.0)
     summary = summarize({"sample": StageRecord(sampled, 1.0, False)}, 1.0, IDENTITY)
-    assert summary["sample"] == {"pairs": 7, "best": 9, "policy": "ppo"}
+    assert summary["sample"] == {"pairs": 7, "best": 9, "policy": "ppo", "algorithm": "PPO"}
     assert ("sampled pairs, demonstrations, PPO", "7, 9") in results(summary)
     sampled = replace(sampled, attributes={"policy": "sft"})
     summary = summarize({"sample": StageRecord(sampled, 1.0, False)}, 1.0, IDENTITY)
     assert summary["sample"]["policy"] == "sft"
     assert ("sampled pairs, demonstrations, SFT", "7, 9") in results(summary)
     assert "sample" not in summarize({}, 1.0, IDENTITY)
+
+
+def finished(champion: str = "True", **attributes: str) -> dict[str, Any]:
+    """Return the summary of a run with all stages."""
+    numbers = EVALUATION | {"length/sft": 20.0, "length/ppo": 25.0, "eos_rate/ppo": 0.9}
+    facts = {"model": "demo", "version": "3", "champion": champion, "rule": "match", "reason": "won"}
+    made = records(*(stage for stage in STAGES if stage != "sample"))
+    made["evaluate"] = StageRecord(replace(ref("evaluate", **numbers), attributes=attributes), 2.5, False)
+    made["register"] = StageRecord(replace(ref("register"), attributes=facts), 2.5, False)
+    return summarize(made, 100.0, IDENTITY | {"policy": "ppo"})
+
+
+@pytest.mark.parametrize(("champion", "end"), [("True", "champion"), ("False", "not promoted")])
+def test_one_line_has_the_win_rate_the_kl_and_the_promotion(champion: str, end: str) -> None:
+    line = f"win rate 80.0 % [70.0, 90.0], KL 3.5, {end}"
+    summary = finished(champion)
+    assert verdict(summary) == line
+    assert f"\n\n**{line}**\n" in run_markdown(summary)
+    assert verdict(summarize(records("data"), 1.0, IDENTITY)) == ""
+
+
+def test_the_first_rows_are_the_promotion_and_the_win_rate() -> None:
+    names = [name for name, _ in results(finished(judge="rules"))]
+    assert names[:4] == [
+        "promotion", "reason", "win rate, PPO over SFT (judge: rules)", "KL to the SFT model",
+    ]  # fmt: skip
+    assert names[-1] == "the same, prompts exchanged"
+
+
+def test_tables_name_the_algorithm_that_ran() -> None:
+    names = [name for name, _ in results(finished(algorithm="GRPO", judge="rules", judge_trained_on="True"))]
+    assert "win rate, GRPO over SFT (judge: rules, which GRPO was trained on)" in names
+    assert not any("PPO" in name for name in names)
+
+
+def test_the_main_metrics_of_a_run_are_about_ten() -> None:
+    numbers = headline_metrics(finished())
+    assert numbers == pytest.approx(
+        {
+            "win_rate": 0.8, "win_rate_low": 0.7, "kl": 3.5, "gold_reward": 1.1, "length_ratio": 1.25,
+            "eos_rate": 0.9, "reward_accuracy": 0.9, "champion": 1.0, "hours": 2.5 * (len(STAGES) - 2) / 3600,
+        }
+    )  # fmt: skip
+    assert set(numbers) <= set(MAIN_METRICS), "the columns of MLflow's list"
+    assert finished("False")["registration"]["champion"] is False
+    assert headline_metrics(finished("False"))["champion"] == 0.0
 
 
 @pytest.mark.parametrize(("champion", "outcome"), [("False", "not promoted"), ("True", "champion")])
@@ -183,7 +233,10 @@ def test_partial_summary_omits_other_stages() -> None:
 
 def test_incomplete_interval_is_not_reported() -> None:
     made = StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)
-    assert summarize({"evaluate": made}, 1.0, IDENTITY)["evaluate"] == {"policies": {"ppo": {"kl": 1.0}}}
+    assert summarize({"evaluate": made}, 1.0, IDENTITY)["evaluate"] == {
+        "algorithm": "PPO",
+        "policies": {"ppo": {"kl": 1.0}},
+    }
 
 
 def test_markdown_shows_every_stage_and_escapes_cells() -> None:

@@ -326,6 +326,18 @@ def test_the_same_policy_registered_again_makes_no_second_version(mlflow: Mlflow
     assert aliases(mlflow, "m3") == {"candidate": "1", "champion": "1"}
 
 
+def test_a_registration_says_that_the_alias_was_moved_by_hand(
+    mlflow: Mlflow, caplog: pytest.LogCaptureFixture
+) -> None:
+    register(mlflow, "m3h", candidate("a"), gate=GATE)
+    register(mlflow, "m3h", candidate("b"), gate=GATE)
+    assert "by hand" not in caplog.text
+    mlflow.set_alias("m3h", "champion", "2")
+    register(mlflow, "m3h", candidate("c"), gate=GATE)
+    text = "m3h: the alias `champion` was moved by hand: the history says version 1, and version 2 has it"
+    assert text in caplog.text
+
+
 @pytest.mark.parametrize("present", [True, False], ids=["is champion", "was champion"])
 def test_another_evaluation_of_a_champion_does_not_change_its_judge(mlflow: Mlflow, present: bool) -> None:
     model = f"m3j {present}"

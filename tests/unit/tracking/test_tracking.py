@@ -29,6 +29,7 @@ from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.pipeline import StageName
 from rlhf_core.run.external_inputs import data_sets
 from rlhf_core.tracking.database import artifacts_of, ensure_database, ui_command
 from rlhf_core.tracking.mlflow_client import Mlflow, Point
@@ -91,6 +92,7 @@ def run_of(database: Path, run_id: str | None) -> dict[str, Any]:
     run = MlflowClient(f"sqlite:///{database}").get_run(run_id)
     return {
         "status": run.info.status,
+        "name": run.info.run_name,
         "tags": run.data.tags,
         "params": run.data.params,
         "artifacts": run.info.artifact_uri,
@@ -118,6 +120,7 @@ def test_stage_without_a_parent_finds_its_pipeline(tracking: Tracking, database:
     assert run_of(database, run_id)["tags"]["mlflow.parentRunId"] == parent
     assert run_of(database, parent)["params"] == {"seed": "0"}
     assert tracking.stage_run(parent, "sft", "k1").run_id == run_id
+    assert run_of(database, run_id)["name"] == "sft · demo"
 
 
 def test_many_long_and_oddly_named_parameters_are_taken(tracking: Tracking, database: Path) -> None:
@@ -450,8 +453,8 @@ def test_a_reused_stage_shows_its_numbers_and_the_run_that_made_it(
     ref = ArtifactRef("ppo", "k1", "d" * 64, "/store/x", {"kl": 2.0}, mlflow_run_id=made.run_id)
     tracking.link_reused(first, "ppo", ref)
     second = tracking.parent_run("p2", "demo")
-    tracking.link_reused(second, "ppo", ref)
-    tracking.link_reused(second, "ppo", ref)
+    tracking.link_reused(second, "ppo", ref, "demo-2")
+    tracking.link_reused(second, "ppo", ref, "demo-2")
     with sqlite3.connect(database) as connection:
         query = "select run_uuid from tags where key = 'mlflow.parentRunId' and value = ?"
         linked = [run_id for (run_id,) in connection.execute(query, (second,))]
@@ -460,6 +463,45 @@ def test_a_reused_stage_shows_its_numbers_and_the_run_that_made_it(
     state = run_of(database, linked[0])
     assert state["status"] == "FINISHED" and state["tags"]["rlhf.producer_run_id"] == made.run_id
     assert rows(database, linked[0]) == [("kl", 2.0, 0)]
+    assert state["name"] == "ppo · demo-2 (reused)"
+
+
+def test_the_result_of_a_later_command_replaces_that_of_an_earlier_one(
+    tracking: Tracking, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run_id = tracking.parent_run("p1", "demo")
+    for seconds, champion in ((2e9, 1.0), (3e9, 0.0)):
+        monkeypatch.setattr(time, "time", lambda seconds=seconds: seconds)
+        tracking.log_results("p1", {"champion": champion})
+    assert MlflowClient(f"sqlite:///{database}").get_run(run_id).data.metrics == {"champion": 0.0}
+
+
+def test_links_lead_to_the_version_and_to_the_runs_of_the_stages(tracking: Tracking) -> None:
+    made = stage(tracking, tracking.parent_run("p1", "demo"))
+    refs: dict[StageName, ArtifactRef] = {
+        "ppo": ArtifactRef("ppo", "k1", "d", "/x", {}, mlflow_run_id=made.run_id),
+        "sft": ArtifactRef("sft", "k2", "d", "/x", {}),
+    }
+    text = tracking.links(refs, ("my model", "3"))
+    page = f"#/experiments/{tracking.mlflow.experiment_id}/runs/{made.run_id}?workflowType=machine_learning"
+    assert text == f"Pages: [my model version 3](#/models/my%20model/versions/3), [ppo]({page})"
+    assert tracking.links({}, None) == ""
+
+
+def test_the_list_of_runs_has_the_columns_of_the_main_metrics(tracking: Tracking, database: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{database}")
+    identity = tracking.mlflow.experiment_id
+    client.delete_experiment_tag(identity, "mlflow.sharedViewState.rlhf")  # as in an earlier release
+    del tracking.mlflow.experiment_id
+    assert tracking.runs_url() == (
+        f"http://127.0.0.1:5000/#/experiments/{identity}/runs?workflowType=machine_learning&viewStateShareKey=rlhf"
+    )
+    columns = json.loads(client.get_experiment(identity).tags["mlflow.sharedViewState.rlhf"])
+    assert columns["selectedColumns"][:2] == ["metrics.`win_rate`", "metrics.`win_rate_low`"]
 
 
 def test_the_data_artifact_is_an_input_of_the_run_once(tracking: Tracking, database: Path) -> None:
