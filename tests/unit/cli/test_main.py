@@ -22,7 +22,7 @@ import pytest
 
 import rlhf_core
 from rlhf_cli import main as cli
-from rlhf_cli.app import app
+from rlhf_cli.app import app, with_home
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.system.machine import Disk
@@ -251,9 +251,10 @@ def test_plan_ends_with_code_0_if_its_output_pipe_is_closed() -> None:
 
 
 def test_home_of_a_command_with_a_configuration_is_short_for_run_home() -> None:
-    given = cli._parse(["run", "my.yaml", "run.seed=1", "--home", "1e3", "ppo.steps=2"])
-    assert given.overrides == ['run.home="1e3"', "run.seed=1", "ppo.steps=2"]
-    assert cli._parse(["run", "my.yaml"]).overrides == []
+    given = app.parse_args(["run", "my.yaml", "run.seed=1", "--home", "1e3", "ppo.steps=2"])[1].arguments
+    overrides = with_home(given["overrides"], given["home"])
+    assert overrides == ('run.home="1e3"', "run.seed=1", "ppo.steps=2")
+    assert with_home(("run.seed=1",), None) == ("run.seed=1",)
 
 
 @pytest.mark.parametrize("option", [["--schedule", "0 2 * * 0"], ["--name", "a"], ["run.seed=1"]])
