@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,18 @@ ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = [f"Tom has {a} apples and buys {b}. How many has he?" for a in range(2, 10) for b in range(2, 10)]
 
 
-def commands(page: str) -> Iterator[list[str]]:
-    """Yield the words of each `rlhf` command of a page."""
+def commands(page: str) -> Iterator[tuple[list[str], int]]:
+    """Yield the words of each `rlhf` command of a page, and its exit code: 2 if its comment is "refused"."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
-            command, _, comment = line.partition("#")
-            if command.startswith(".venv/bin/rlhf") and not comment.strip().startswith("the whole run"):
-                yield command.split()[1:]
+            command, *rest = shlex.split(line, comments=False)
+            words, comment = rest, ""
+            if "#" in rest:
+                at = rest.index("#")
+                words, comment = rest[:at], " ".join(rest[at + 1 :])
+            if command == ".venv/bin/rlhf" and not comment.startswith("the whole run"):
+                yield words, 2 if comment.startswith("refused") else 0
 
 
 @pytest.fixture
@@ -54,21 +59,48 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", ["grpo.md", "dpo.md"])
-def test_the_commands_of_a_tutorial_end_in_a_registered_policy(page: str, folder: Path) -> None:
+def rlhf(folder: Path, words: Sequence[str], code: int = 0) -> str:
+    """Run a command in `folder` and return what it printed. It must end with the exit code `code`."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "PREFECT_"))
     }
-    for words in commands(page):
-        done = subprocess.run(
-            [sys.executable, "-m", "rlhf_cli.main", *words],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, f"rlhf {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_cli.main", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == code, f"rlhf {' '.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def registered_version(folder: Path) -> int:
     [summary] = folder.glob(".rlhf/runs/*/summary.json")
-    assert json.loads(summary.read_text(encoding="utf-8"))["stages"]["register"]["metrics"]["version"] == 1
+    version: int = json.loads(summary.read_text(encoding="utf-8"))["stages"]["register"]["metrics"]["version"]
+    return version
+
+
+def test_dpo_ends_in_a_registered_policy(folder: Path) -> None:
+    for words, code in commands("dpo.md"):
+        rlhf(folder, words, code)
+    assert registered_version(folder) == 1
+
+
+def test_grpo_ends_in_a_policy_that_is_retrained_and_taken_back(folder: Path) -> None:
+    for words, code in commands("grpo.md"):
+        rlhf(folder, words, code)
+    assert registered_version(folder) == 1
+    # A person, because two steps are no evidence for the test of a champion.
+    rlhf(folder, ["promote", "grpo-policy", "1", "--reason", "the first one"])
+    try:
+        for words, code in commands("weekly.md"):
+            named = [
+                word.replace("my.yaml", "grpo.yaml").replace("my-policy", "grpo-policy") for word in words
+            ]
+            rlhf(folder, named, code)
+    finally:
+        rlhf(folder, ["down"])
+    assert "no champion" in rlhf(folder, ["champions", "grpo-policy"])
