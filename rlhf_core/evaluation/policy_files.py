@@ -124,14 +124,20 @@ def _settings(default: _S, section: Mapping[str, Any], kinds: Mapping[str, type[
     """
     try:
         parts = {
-            # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
-            name: kind.model_validate_json(json.dumps(section[name]))
+            name: _of_any_release(kind, section[name])
             for name, kind in kinds.items()
             if section.get(name) is not None
         }
     except ValidationError as error:
         raise CorruptArtifact(f"its settings cannot be read: {error}") from error
     return default.model_copy(update=parts)
+
+
+def _of_any_release(kind: type[Section], values: Mapping[str, Any]) -> Section:
+    """Return a section without the fields that this release does not have any more."""
+    known = {name: value for name, value in values.items() if name in kind.model_fields}
+    # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
+    return kind.model_validate_json(json.dumps(known))
 
 
 def adapter_rank(folder: Path) -> int:

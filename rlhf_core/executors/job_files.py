@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from rlhf_core.config.pipeline import Executor
 from rlhf_core.errors import ConfigError
@@ -112,7 +112,13 @@ class JobFiles:
         data = self._store.read_bytes(f"{self.folder}/spec.json")
         if data is None:
             return None
-        self._submission = _FORMAT.validate_json(data)
+        try:
+            self._submission = _FORMAT.validate_json(data)
+        except ValidationError as error:
+            raise ConfigError(
+                f"{self._store.uri(self.folder)}/spec.json is of another release; delete this folder when its"
+                " job has ended"
+            ) from error
         return self._submission
 
     # -- written by the job --

@@ -92,7 +92,11 @@ class Outbox:
         try:
             manifest = bundles.read(self._pending, prefix)
             if manifest is not None and not _OF_SEVERAL_HOSTS.isdisjoint(manifest.body):
-                raise CorruptArtifact(f"{prefix} is of an earlier release, and lacks files of other hosts.")
+                log.error(
+                    "%s is of an earlier release, and lacks files of other hosts: it is deleted", prefix
+                )
+                self.discard(prefix)
+                return None
             # The outbox is a local store, from which nothing is copied to the cache.
             return None if manifest is None else (manifest, bundles.fetch(self._pending, manifest, Path()))
         except CorruptArtifact as error:

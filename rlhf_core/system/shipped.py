@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhf_core.system.files import exists
+
 DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
 CONFIGS = {file.stem: file for file in sorted((DEPLOYMENTS / "configs").glob("*.yaml"))}
 """The configurations, by their names."""
@@ -16,6 +18,6 @@ def shipped(path: str | Path) -> Path:
     True
     """
     given = Path(path)
-    if given.exists() or given.parts[:1] != (DEPLOYMENTS.name,):
+    if exists(given) or given.parts[:1] != (DEPLOYMENTS.name,):
         return given
     return DEPLOYMENTS.joinpath(*given.parts[1:])

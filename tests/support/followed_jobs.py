@@ -20,7 +20,7 @@ from rlhf_core.types import ArtifactRef
 KEY = "0" * 16
 REF = ArtifactRef("data", KEY, "d" * 64, "/store/x", {"loss": 0.5}, "run1", {"rows": "3"})
 RESULT = {"event": "result", "artifact": REF.to_json()}
-FAST = Waits(poll=0.01, status=0.0, log=0.02, stop=0.1)
+FAST = Waits(poll=0.01, status=0.0, log=0.02, stop=10.0)
 
 
 def follower(

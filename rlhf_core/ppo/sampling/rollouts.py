@@ -10,7 +10,8 @@ for all engines, and with filtering for the reward workers. Between `start` and 
 and the controller can do something else.
 
 The tokens stay in chunks (`ppo.training.batch`), to which the batch has references. They are fetched one
-chunk at a time, and only for held-out evaluations, tables of samples and the cache of rollouts.
+chunk at a time, and only for held-out evaluations, tables of samples, checkpoints
+with `ppo.staleness`, and rewards that the controller asks.
 """
 
 from __future__ import annotations

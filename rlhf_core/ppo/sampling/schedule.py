@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from typing_extensions import override
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.errors import CorruptArtifact
+from rlhf_core.errors import ConfigError, CorruptArtifact
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, RolloutColumns
@@ -253,6 +253,12 @@ class RolloutsAhead(Rollouts):
         for step in range(completed + 1, min(next_sync + 1, self._ppo.steps) + 1):
             batch = self._stored(folder, step - completed).read(step)
             if batch is None:
+                if (folder / "rollouts" / "manifest.json").exists():
+                    raise ConfigError(
+                        f"the checkpoint {folder} was made by an earlier release, whose rollouts this one"
+                        " cannot read; finish the run with that release, or delete the checkpoints of this"
+                        " stage to start it again"
+                    )
                 raise CorruptArtifact(
                     f"the checkpoint {folder} has no readable rollouts of step {step}, which"
                     f" ppo.staleness={self._ppo.staleness} needs; remove this checkpoint to continue from an"

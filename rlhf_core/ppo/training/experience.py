@@ -19,7 +19,7 @@ Axes: `B` responses, `T` the longest of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,6 @@ from rlhf_core.rewards.python_worker import load_function
 
 _LOOP_TOKENS = 16
 """Shortest response and shortest loop that count as repetition, in tokens."""
-_PIECE_TOKENS = 8
-"""Tokens that must recur before a period is tried. Fewer recur by chance where a response has few letters."""
 
 
 def repeats(response_ids: Sequence[int] | np.ndarray[Any, Any]) -> bool:
@@ -58,7 +56,7 @@ def repeats(response_ids: Sequence[int] | np.ndarray[Any, Any]) -> bool:
     if len(set(ids_T.tolist())) <= 2:
         return True
     shortest = max(_LOOP_TOKENS, math.ceil(length / 4))
-    for period in _periods(ids_T, math.ceil(2 * shortest / 3)):
+    for period in _periods(ids_T, shortest // 5):
         needed = max(3 * period, shortest) - period
         # In a loop of this period, each token is equal to the token one period before.
         differs = np.flatnonzero(ids_T[period:] != ids_T[:-period])
@@ -69,23 +67,60 @@ def repeats(response_ids: Sequence[int] | np.ndarray[Any, Any]) -> bool:
     return False
 
 
-def _periods(ids_T: np.ndarray, run: int) -> list[int]:
-    """Return the periods, up to a third of the length, that a loop can have.
+def _periods(ids_T: np.ndarray, window: int) -> Iterator[int]:
+    """Yield the periods that a loop of at least `5 * window` tokens can have, each once.
 
-    All of them would take quadratic time. A loop covers max(3 * period, shortest) tokens, and all but those
-    of its first period are equal to the tokens one period before: two thirds of the shortest loop at least,
-    which is `run`. These contain a piece of a few tokens at a multiple of half of `run`, and only the periods
-    are returned at which such a piece recurs.
+    All periods up to a third of the length would take quadratic time. Only those are tried at which one of
+    about twenty windows of the response recurs. One of the windows begins among the first `window` tokens of
+    the loop. One period later, still within the loop, the same tokens follow.
+
+    A window that repeats a few tokens (spaces, dashes) recurs at nearly every position of a long series of
+    them. If the series is longer than the loop's period, the whole loop has the period of the series. If it
+    is shorter, the window is extended to the end of the series before the search. Windows that overlap their
+    recurrence by more than half are of this kind, so the number of periods is small in all cases.
     """
-    grid = max(1, run // 2)
-    piece = np.arange(min(_PIECE_TOKENS, grid))
-    starts = np.arange(grid, len(ids_T) - len(piece) + 1, grid)
-    places = starts[:, np.newaxis, np.newaxis] + piece
-    periods = np.arange(1, len(ids_T) // 3 + 1)
-    # Before the first period the index is negative, which may give a period more to try.
-    recurs = (ids_T[places] == ids_T[places - periods[:, np.newaxis]]).all(axis=2)
-    candidates: list[int] = periods[recurs.any(axis=0)].tolist()
-    return candidates
+    length, size, text = len(ids_T), ids_T.itemsize, ids_T.tobytes()
+    seen = set()
+    for start in range(0, length - window, window):
+        end = start + window
+        small = _small_period(text[start * size : end * size], size)
+        if small:
+            if small not in seen:
+                seen.add(small)
+                yield small
+            breaks = np.flatnonzero(ids_T[start + small :] != ids_T[start:-small])
+            if not len(breaks):
+                continue
+            end = start + small + int(breaks[0]) + 1
+        piece = text[start * size : end * size]
+        # The limit is where the second occurrence may end: a loop has at least three pieces, so its period
+        # is at most a third of the length.
+        for position in _occurrences(text, piece, start + 1, end + length // 3, size):
+            period = position - start
+            if period not in seen:
+                seen.add(period)
+                yield period
+
+
+def _small_period(piece: bytes, size: int) -> int:
+    """Return the smallest period of `piece` that is at most half of its tokens, or 0. A token has `size`
+    bytes.
+    """
+    half = len(piece) // size // 2
+    for period in _occurrences(piece, piece[: half * size], 1, 2 * half, size):
+        if piece[period * size :] == piece[: -period * size]:
+            return period
+    return 0
+
+
+def _occurrences(text: bytes, piece: bytes, first: int, end: int, size: int) -> Iterator[int]:
+    """Yield the positions of the tokens of `piece` in `text`, between the tokens `first` and `end`."""
+    offset = text.find(piece, first * size, end * size)
+    while offset >= 0:
+        if offset % size == 0:
+            yield offset // size
+        # `find` compares bytes, so it can stop within a token. Continue at the next one.
+        offset = text.find(piece, offset + size - offset % size, end * size)
 
 
 _BLOCK_ROWS = 64

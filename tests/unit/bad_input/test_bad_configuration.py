@@ -202,7 +202,7 @@ def test_invalid_count_of_gpus_is_refused(command: Command, gpus: str) -> None:
 
 
 BROKEN_CHECKS = {
-    "rlhf_core.data.check.parse_address": (
+    "rlhf_core.data.check.address_of": (
         "data: {sft: [{path: ./a.jsonl}], preference: [{path: synthetic}], prompts: [{path: synthetic}]}",
         "data.sft.0.path: cannot be checked (RecursionError: ",
     ),

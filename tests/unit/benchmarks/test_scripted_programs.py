@@ -89,7 +89,6 @@ def test_promotion_ends_with_its_eight_tables(capsys: pytest.CaptureFixture[str]
     assert all(0 <= share <= 1 for share in shares)
 
 
-@pytest.mark.parametrize("altered", [False, True])
 def test_the_page_of_architectures_has_a_row_for_each_and_names_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -310,7 +310,7 @@ def test_a_job_that_does_not_stop_is_deleted(
 ) -> None:
     with pytest.raises(StageTimedOut, match=r"run\.stage_timeout=604800 is over"):
         jobs = KubeRayJobs(None)
-        run_remote(jobs, spec, tmp_path / "data-01.log", 0.2, lambda event: None, FAST)
+        run_remote(jobs, spec, tmp_path / "data-01.log", 0.2, lambda event: None, replace(FAST, stop=0.1))
     assert store.exists(f"jobs/{KEY}/000001/stop")
     assert api.objects == {}
 

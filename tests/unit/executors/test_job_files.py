@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import StageFailed, StoreError
+from rlhf_core.errors import ConfigError, StageFailed, StoreError
 from rlhf_core.executors.base import Job, JobStatus
 from rlhf_core.executors.follow import Waits, _Follower
 from rlhf_core.executors.job_files import JobFiles, delete_jobs
@@ -242,3 +243,16 @@ def test_a_job_that_is_deleted_while_a_flow_finds_it_is_not_an_error(
     scheduler = OneState("missing")
     assert follower(spec, store, scheduler, [])._find() is None
     assert scheduler.submitted == []
+
+
+def test_a_job_of_another_release_is_refused_with_what_to_delete(spec: StageSpec) -> None:
+    store = ScriptedStore()
+    files = JobFiles(store, KEY, 1)
+    files.create(spec, "slurm", 20.0, {})
+    text = store.read_bytes(f"{files.folder}/spec.json")
+    assert text is not None
+    content = json.loads(text)
+    content["spec"]["config"]["ppo"]["engine"]["dispatch"] = "queue"
+    store.put_bytes(f"{files.folder}/spec.json", json.dumps(content).encode())
+    with pytest.raises(ConfigError, match=r"spec\.json is of another release; delete this folder"):
+        JobFiles(store, KEY, 1).read_submission()

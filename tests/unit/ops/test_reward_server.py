@@ -231,7 +231,7 @@ def test_a_conversation_is_a_prompt(scorer: Scorer) -> None:
         ({"prompt": "  ", "response": "b"}, "'prompt' is blank"),
         (
             {"prompt": [{"role": "root", "content": "x"}], "response": "b"},
-            "must be system, user or assistant",
+            "must be system, user, assistant or tool",
         ),
         ({"prompt": "a", "response": "b " * 60}, "tokens, but the model takes 64"),
         ({"prompt": "a", "response": "b" * 10**6}, "do not fit the 64 tokens"),

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,8 @@ def _sleeping(home: Home) -> Iterator[ProcessId]:
     with subprocess.Popen(["sleep", "60"], env=environment) as process:
         process_id = ProcessId.of(process.pid)
         assert process_id is not None
+        while not Path(f"/proc/{process.pid}/environ").read_bytes():
+            time.sleep(0.01)  # Linux sets it a moment after the start has succeeded
         try:
             yield process_id
         finally:

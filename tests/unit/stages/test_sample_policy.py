@@ -26,7 +26,7 @@ from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import GateFailed
-from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
+from rlhf_core.evaluation.policy_files import PolicyFiles, files_made_with, trained_files
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.stages import sample
@@ -102,6 +102,14 @@ def test_an_adapter_of_dpo_answers_outside_float32() -> None:
     inputs = {name: Path(name) for name in ("sft", "dpo")}
     assert trained_files(config, "dpo", inputs) == PolicyFiles(Path("sft/model"), Path("dpo/adapter"))
     assert trained_files(config, "sft", inputs) == PolicyFiles(Path("sft/model"))
+
+
+def test_a_policy_of_an_earlier_release_is_read_without_the_fields_that_have_gone() -> None:
+    made = PipelineConfig().model_dump(mode="json", by_alias=True)
+    made["ppo"]["weight_sync"]["senders"] = "auto"
+    made["ppo"]["engine"]["dispatch"] = "fixed"
+    files = files_made_with(made, "ppo", Path("ppo"), lambda: Path("sft"))
+    assert files == PolicyFiles(Path("ppo/policy"))
 
 
 def test_the_default_is_in_no_key() -> None:
