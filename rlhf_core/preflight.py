@@ -20,7 +20,7 @@ from rlhf_core.data.check import check_data, with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, guarded
 from rlhf_core.evaluation.check import check_evaluation
 from rlhf_core.executors.check import check_executors
-from rlhf_core.models.architectures import check_architecture
+from rlhf_core.models.architectures import check_architecture, check_packages_of_engines
 from rlhf_core.models.check import check_adapters, check_model, check_tensor_parallel
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_devices, check_disk, check_memory, small_model_rates
@@ -89,6 +89,7 @@ def check(
     )
     devices: tuple[tuple[str, Check], ...] = (
         ("run.device", lambda config: check_devices(config, stages)),
+        ("model.path", check_packages_of_engines),
         ("run.home", check_disk),
         ("run.executor", check_executors),
     )

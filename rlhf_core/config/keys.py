@@ -225,7 +225,10 @@ def flat(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[
 def changed(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
     """Return what `flat` returns, without the values that are defaults."""
     defaults = flat(type(config)(), sections)
-    return {name: value for name, value in flat(config, sections).items() if defaults.get(name) != value}
+    found = flat(config, sections)
+    # What has no value there, such as a limit that was set to null, is left out of `flat`.
+    unset = {name: None for name in defaults if name not in found}
+    return unset | {name: value for name, value in found.items() if defaults.get(name) != value}
 
 
 def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

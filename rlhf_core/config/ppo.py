@@ -51,13 +51,13 @@ from rlhf_core.config.training import (
 )
 
 WITHOUT_GROUPS = ("ppo", "reinforce_pp")
+"""Algorithms that do not compare the samples of one prompt."""
 _TITLES = {
     "reinforce_pp": "REINFORCE++",
     "reinforce_baseline": "REINFORCE++-baseline",
     "dr_grpo": "Dr. GRPO",
 }
 """Algorithms whose name people do not write in capitals only."""
-"""Algorithms that do not compare the samples of one prompt."""
 MINIBATCH = 64
 """Responses of an optimizer step in InstructGPT (Ouyang et al. 2022) and LLaMA-2 (Touvron et al. 2023)."""
 

@@ -96,17 +96,6 @@ def read_step_metrics(path: Path) -> StepMetrics:
     return StepMetrics(rows)
 
 
-def guards_raised(history: StepMetrics) -> list[str]:
-    """Return one text for each guard that was raised: `loops (3 steps, first in step 12)`."""
-    steps = history.column("step")
-    found = []
-    for name in history.names("guards/"):
-        raised = steps[history.column(name) > 0]
-        if len(raised):
-            found.append(f"{name.removeprefix('guards/')} ({len(raised)} steps, first in step {raised[0]:g})")
-    return found
-
-
 def training_curves(history: StepMetrics) -> Any:
     """Plot score and KL by PPO step, one panel each. Needs at least one step."""
     figure, (top, bottom) = _figure(9.4, 5.6, rows=2)

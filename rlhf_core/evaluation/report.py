@@ -64,8 +64,6 @@ class Report:
     """Rows of `samples.jsonl`."""
     notable: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict, kw_only=True)
     """Further rows, by what they were selected for."""
-    guards: Sequence[str] | None = field(default=None, kw_only=True)
-    """Guards that were raised; None if the training has none."""
     plots: Sequence[Plot]
     config: str
     """YAML of the configuration sections that affect the result."""
@@ -115,7 +113,6 @@ def render(report: Report) -> str:
         contents=_contents(report),
         title=titles[policy],
         notable=report.notable,
-        guards=report.guards,
         winner=flat_name("winner", policy),
         verdict=verdict,
         tone=tone,

@@ -10,6 +10,7 @@ model and the critic a class for sequence classification, and the engines a clas
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,28 @@ def check_architecture(config: PipelineConfig) -> Iterator[Finding]:
     path = config.model.path
     if path is not None and not is_hub_model(path) and ModelFolder(path).has_config:
         yield from architecture_problems(path, ModelFolder(path).config, config)
+
+
+def check_packages_of_engines(config: PipelineConfig) -> Iterator[Finding]:
+    """Check that the engines of this machine can load a local base model."""
+    path = config.model.path
+    if path is not None and not is_hub_model(path) and ModelFolder(path).has_config:
+        yield from package_problems(path, ModelFolder(path).config, config)
+
+
+def package_problems(model: str, settings: Mapping[str, Any], config: PipelineConfig) -> Iterator[Finding]:
+    """Yield the package that the class of vLLM for the architecture in `settings` lacks on this machine, if
+    the engines run here.
+    """
+    name = causal_class(str(text_settings(settings).get("model_type")))
+    if config.run.executor != "local" or os.environ.get("RAY_ADDRESS") or name is None:
+        return
+    if needs_torchvision(name) and not machine().has_package("torchvision"):
+        yield ModelError(
+            f"model.path: {model} is a {name}, and its class in vLLM imports torchvision, which is not"
+            " installed (the lock for CPUs has none); install the build that belongs to the installed torch,"
+            f" or {OTHER_MODEL}"
+        )
 
 
 def architecture_problems(
@@ -74,12 +97,6 @@ def architecture_problems(
         yield (
             f"model.path: {model} is a {name}, which is not in vLLM's registry; engines try its class of"
             " transformers; run a few steps of PPO (ppo.steps=2) before a long run"
-        )
-    elif needs_torchvision(name) and not machine().has_package("torchvision"):
-        yield ModelError(
-            f"model.path: {model} is a {name}, and its class in vLLM imports torchvision, which is not"
-            " installed (the lock for CPUs has none); install the build that belongs to the installed torch,"
-            f" or {OTHER_MODEL}"
         )
     if ppo.enabled and ppo.syncs_adapter and engine == "vllm" and not serves_adapters(name):
         yield ConfigError(

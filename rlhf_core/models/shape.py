@@ -290,10 +290,12 @@ def with_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings`, those of a text model, with the defaults of its configuration in transformers. If
     transformers does not know its type, they are returned as they are.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    # Loading such a model fails with a better message than is possible here.
-    with suppress(KeyError, TypeError, ValueError):
+    # Loading such a model fails with a better message than is possible here. Transformers raises an error of
+    # huggingface_hub for a value of the wrong type.
+    with suppress(KeyError, TypeError, ValueError, StrictDataclassError):
         return text_settings(AutoConfig.for_model(**settings).to_dict())
     return dict(settings)
 

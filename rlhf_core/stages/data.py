@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from rlhf_core.config.address import is_hub_model
@@ -12,7 +13,7 @@ from rlhf_core.data.card import limits_of, sample_rows
 from rlhf_core.data.prepare import FILE_NAMES, prepare
 from rlhf_core.data.prompt_sets import read_sets
 from rlhf_core.errors import InputError, RewardError
-from rlhf_core.models.architectures import architecture_problems
+from rlhf_core.models.architectures import architecture_problems, package_problems
 from rlhf_core.models.folder import base_model_config
 from rlhf_core.planning.check import check_memory
 from rlhf_core.stages.gates import check_gate
@@ -77,7 +78,10 @@ def _check_model(path: str, config: PipelineConfig) -> None:
 
         check_headers(Path(path), attention=config.model.attention)
         return
-    for finding in architecture_problems(path, base_model_config(config), config):
+    settings = base_model_config(config)
+    for finding in chain(
+        architecture_problems(path, settings, config), package_problems(path, settings, config)
+    ):
         if isinstance(finding, InputError):
             raise finding
         log.warning("%s", finding)

@@ -76,17 +76,15 @@ def write_evaluation(
     (out / "figures").mkdir()
     images: list[report.Plot] = []
     figures = [_distribution(measured, titles)]
-    guards: list[str] | None = None
     if "ppo" in context.inputs:
         history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
         figures = [*_figures(history, figures[0]), *evaluation_figures(config, context)]
-        guards = plots.guards_raised(history)
     for name, title, caption, figure in figures:
         png = plots.to_png(figure)
         (out / "figures" / f"{name}.png").write_bytes(png)
         context.metrics.log_figure(name, figure)
         images.append(report.Plot(title, caption, png))
-    html = report.render(_report(config, context, evaluation, samples, images, guards))
+    html = report.render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
     context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
     context.metrics.log_table("samples", [_table_row(row) for row in samples.first])
@@ -181,7 +179,6 @@ def _report(
     evaluation: Mapping[str, Any],
     samples: Samples,
     images: list[Any],
-    guards: list[str] | None,
 ) -> Any:
     """Return the content of `report.html`."""
     import yaml
@@ -203,7 +200,6 @@ def _report(
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
         lineage=[(stage, _minutes(ref), ref.key, ref.digest) for stage, ref in inputs.items()],
-        guards=guards,
         data_card=_data_card(context.data),
         is_best_version=config.ppo.enabled and config.ppo.publish == "best",
         shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),

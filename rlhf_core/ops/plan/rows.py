@@ -13,10 +13,11 @@ from itertools import islice
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import base_of, parse_address
+from rlhf_core.config.address import base_of
 from rlhf_core.config.data import SetName, Source
 from rlhf_core.config.training import RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.data.files import list_files, read_file, suffix_of
+from rlhf_core.data.sources import address_of
 from rlhf_core.ops.data_table import DataTable
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.loads import PPO
@@ -41,7 +42,7 @@ class StageWork:
 def why_unread(config: PipelineConfig) -> str | None:
     """Return why the rows are not read by a plan, which makes no request, or None if they are."""
     for name, index, source in config.data.sources():
-        if parse_address(source.path).kind not in ("local", "synthetic"):
+        if address_of(source).kind not in ("local", "synthetic"):
             return f"data.{name}.{index}.path ({source.path}) is not on this machine"
     base = base_of(config, "sft")
     if base is None or not base.is_hub:
@@ -83,16 +84,18 @@ def _training_rows(config: PipelineConfig, table: DataTable, name: SetName) -> i
     counts = table.card["counts"][name]
     if not counts["read"]:
         return 0
-    every = sum(count_rows(config, name, source) for source in getattr(config.data, name))
-    if every <= counts["read"]:
+    rows = [count_rows(config, name, source) for source in getattr(config.data, name)]
+    # Fewer than the table could read: the others are of another split, and all that count were read.
+    if counts["read"] < sum(min(table.rows, each) for each in rows) or sum(rows) <= counts["read"]:
         return int(counts["train"])
+    every = sum(rows)
     kept: float = (counts["train"] + counts["eval"]) / counts["read"] * every
     return round(kept - min(kept * config.data.eval_fraction, config.data.max_eval))
 
 
 def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:
     """Return the number of rows of a local or generated source."""
-    address = parse_address(source.path)
+    address = address_of(source)
     if address.kind == "synthetic":
         synthetic = config.data.synthetic
         every = {"sft": synthetic.sft_examples, "preference": synthetic.pairs, "prompts": synthetic.prompts}

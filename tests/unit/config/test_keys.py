@@ -435,3 +435,5 @@ def test_changed_settings_are_those_that_differ_from_the_defaults() -> None:
     assert changed(config) == {"run.name": "mine", "ppo.steps": 7}
     assert changed(config, ("ppo",)) == {"ppo.steps": 7}
     assert changed(PipelineConfig()) == {}
+    unset = PipelineConfig.model_validate({"ppo": {"score_clip": None}})
+    assert changed(unset) == {"ppo.score_clip": None}

@@ -115,7 +115,6 @@ def test_untrusted_text_never_becomes_markup(text: str) -> None:
             name=text,
             samples=[sample(text)],
             notable={text: [sample(text)]},
-            guards=[text],
             plots=[Plot(text, text, b"x")],
             config=text,
             data_card=f"# {text}\n",
@@ -132,7 +131,6 @@ def test_untrusted_text_never_becomes_markup(text: str) -> None:
         render(
             report(
                 notable={"a": [sample("a")]},
-                guards=["a"],
                 evaluation=evaluation() | {"by_source": {"a": evaluation(), "b": evaluation()}},
             )
         )
@@ -295,20 +293,11 @@ def test_report_names_the_algorithm_that_ran() -> None:
     assert "The GRPO policy beats the SFT model" in text and "PPO" not in text
 
 
-def test_report_has_guards_times_and_selected_answers_only_if_there_are_any() -> None:
-    assert "guard" not in render(report())
-    plain = render(report(guards=[]))
-    assert "No guard was raised." in plain and "1.5 min" in plain and 'id="notable"' not in plain
-    shown = parse(
-        render(report(guards=["loops (3 steps, first in step 12)"], notable={"Lowest": [sample("Bad.")]}))
-    )
-    assert "Guards that were raised: loops (3 steps, first in step 12)." in shown.text
+def test_report_has_times_and_selected_answers_only_if_there_are_any() -> None:
+    plain = render(report())
+    assert "1.5 min" in plain and 'id="notable"' not in plain
+    shown = parse(render(report(notable={"Lowest": [sample("Bad.")]})))
     assert "Selected answers" in shown.text and "Bad." in shown.text
-
-
-def test_raised_guards_are_counted_from_their_first_step() -> None:
-    rows = [{"step": float(s), "guards/loops": float(s > 2), "guards/empty": 0.0} for s in range(1, 5)]
-    assert plots.guards_raised(StepMetrics(rows)) == ["loops (2 steps, first in step 3)"]
 
 
 @pytest.mark.parametrize(("winner", "count"), [("ppo", 1), ("sft", 1), ("tie", 0)])

@@ -245,8 +245,9 @@ def test_a_job_that_is_deleted_while_a_flow_finds_it_is_not_an_error(
     assert scheduler.submitted == []
 
 
-def test_a_job_of_another_release_is_refused_with_what_to_delete(spec: StageSpec) -> None:
-    store = ScriptedStore()
+def test_a_job_of_another_release_is_refused_with_what_to_delete(
+    spec: StageSpec, store: ScriptedStore
+) -> None:
     files = JobFiles(store, KEY, 1)
     files.create(spec, "slurm", 20.0, {})
     text = store.read_bytes(f"{files.folder}/spec.json")

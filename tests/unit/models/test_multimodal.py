@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ModelError
-from rlhf_core.models.architectures import architecture_problems
+from rlhf_core.models.architectures import architecture_problems, package_problems
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.weights import check_headers, left_out
@@ -116,6 +117,10 @@ def test_a_class_of_vllm_that_imports_torchvision_needs_it(
     is_installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "has_package", lambda self, name: is_installed)
-    problems = [problem.message for problem in found("qwen3_5", "qwen3_5_text")]
+    settings = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}
+    problems = [finding.message for finding in package_problems("o/m", settings, PipelineConfig())]
     assert ["imports torchvision" in message for message in problems] == ([] if is_installed else [True])
-    assert found("gemma3", "gemma3_text") == []
+    assert list(package_problems("o/m", {"model_type": "gemma3_text"}, PipelineConfig())) == []
+    # The engines are on the nodes of the cluster, whose packages this machine does not know.
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert list(package_problems("o/m", settings, PipelineConfig())) == []

@@ -66,6 +66,20 @@ def test_rows_that_were_not_read_are_kept_like_the_first_ones(tmp_path: Path) ->
     assert {each.stage: each.rows for each in plan.work}["sft"] == 54
 
 
+def test_rows_of_another_split_and_of_another_subset_are_not_counted(tmp_path: Path) -> None:
+    for name, count in (("a", 60), ("b", 500)):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        with (tmp_path / "set" / name / "rows.jsonl").open("w") as file:
+            for i in range(count):
+                split = {"prompt": f"{i}?", "split": "train" if i < 40 else "test"}
+                file.write(json.dumps({**ROWS[i % 60], **split}) + "\n")
+    source = {"path": str(tmp_path / "set"), "subset": "a", "only_split": True}
+    sources = {name: [source] for name in ("sft", "preference", "prompts")}
+    plan = make_plan(config_of(tmp_path, data=sources), rows=1000)
+    assert plan.table is not None and plan.table.card["counts"]["sft"]["read"] == 40
+    assert {each.stage: each.rows for each in plan.work}["sft"] == plan.table.card["counts"]["sft"]["train"]
+
+
 def test_the_judge_trains_on_its_part_of_the_pairs_and_an_ensemble_several_times(tmp_path: Path) -> None:
     judge = {"fraction": 0.25, "epochs": 1}
     path = config_of(tmp_path, reward={"ensemble": {"members": 3}, "batch_size": 8, "judge": judge})
