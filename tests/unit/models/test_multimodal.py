@@ -118,7 +118,7 @@ def test_a_class_of_vllm_that_imports_torchvision_needs_it(
 ) -> None:
     monkeypatch.setattr(Machine, "has_package", lambda self, name: is_installed)
     settings = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}
-    problems = [finding.message for finding in package_problems("o/m", settings, PipelineConfig())]
+    problems = [str(finding) for finding in package_problems("o/m", settings, PipelineConfig())]
     assert ["imports torchvision" in message for message in problems] == ([] if is_installed else [True])
     assert list(package_problems("o/m", {"model_type": "gemma3_text"}, PipelineConfig())) == []
     # The engines are on the nodes of the cluster, whose packages this machine does not know.
