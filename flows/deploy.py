@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,6 @@ def create(
     client: SyncPrefectClient,
     flow: Flow[..., Any],
     entry: Mapping[str, Any],
-    schedules: Sequence[DeploymentScheduleCreate] = (),
 ) -> None:
     """Create a deployment.
 
@@ -77,7 +76,6 @@ def create(
         client: Client of the server.
         flow: The flow of the deployment.
         entry: Its settings, as in the file.
-        schedules: Its schedules.
     """
     from prefect.client.schemas.objects import ConcurrencyOptions
 
@@ -86,13 +84,13 @@ def create(
     client.create_deployment(
         client.create_flow(flow),
         entry["name"],
-        description=entry["description"],
+        description=entry.get("description"),
         entrypoint=entry["entrypoint"],
         pull_steps=_pull_steps(entry),
         parameter_openapi_schema=_form(flow),
-        parameters=entry["parameters"],
-        tags=entry["tags"],
-        schedules=list(schedules),
+        parameters=entry.get("parameters"),
+        tags=entry.get("tags"),
+        schedules=[_schedule(each) for each in entry.get("schedules", ())],
         work_pool_name=pool["name"],
         work_queue_name=pool.get("work_queue_name"),
         job_variables=pool.get("job_variables"),
@@ -104,6 +102,16 @@ def create(
 def _pull_steps(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     folder = {"prefect.deployments.steps.set_working_directory": {"directory": os.getcwd()}}
     return list(entry.get("pull", [folder]))
+
+
+def _schedule(settings: Mapping[str, Any]) -> DeploymentScheduleCreate:
+    """Return a schedule of a file, whose times (`cron`, `timezone`) stand beside its other settings."""
+    from prefect.client.schemas.actions import DeploymentScheduleCreate
+
+    others = DeploymentScheduleCreate.model_fields.keys()
+    times = {name: value for name, value in settings.items() if name not in others}
+    rest = {name: value for name, value in settings.items() if name in others}
+    return DeploymentScheduleCreate.model_validate({**rest, "schedule": times})
 
 
 def _form(flow: Flow[..., Any]) -> dict[str, Any]:

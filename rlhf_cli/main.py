@@ -328,6 +328,8 @@ def _up(
     from rlhf_core.ops.servers.servers import are_up, up, use_servers
     from rlhf_core.planning.check import full_disk
 
+    if timezone and not schedule:
+        raise InputError("--timezone: is that of --schedule; give both")
     deployment = None
     wanted = home or default_home()
     if config is not None:
@@ -335,7 +337,8 @@ def _up(
         checked = load_config(config, overrides)
         deployment = _config_deployment(
             config,
-            overrides,
+            # So that its runs keep the folder, whoever starts the servers.
+            with_home(overrides, home and str(Path(home).absolute())),
             name=name,
             parameters=param,
             cron=schedule,
@@ -343,7 +346,7 @@ def _up(
             if_changed=if_changed,
         )
         wanted = home or checked.run.home
-    elif schedule or name or param or overrides:
+    elif schedule or timezone or name or param or if_changed or overrides:
         raise InputError("--config: the deployment needs a configuration; name its YAML file")
     folder = _home(wanted)
     # The servers could not write the reason to their logs.
@@ -359,12 +362,18 @@ def _up(
 
 
 def _config_deployment(config: str, overrides: tuple[str, ...], **options: Any) -> ConfigDeployment:
-    os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"  # its import reads this variable
+    level = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
+    given = os.environ.get(level)
+    os.environ[level] = "CRITICAL"  # read when Prefect is imported
     from flows.isolated import isolate_prefect
 
     isolate_prefect()
     from flows.config_deployment import config_deployment
 
+    # The servers, which inherit the environment, write to their logs.
+    del os.environ[level]
+    if given is not None:
+        os.environ[level] = given
     return config_deployment(config, overrides, **options)
 
 

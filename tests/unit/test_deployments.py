@@ -19,6 +19,7 @@ import inspect
 import json
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -455,6 +456,14 @@ def test_packages_are_installed_by_hash() -> None:
     assert all(":" in base and not base.endswith("latest") for base in bases)
     for lock in ("cpu", "gpu"):
         assert (ROOT / "requirements" / f"{lock}.txt").is_file()
+
+
+def test_all_packages_are_installed_in_the_image() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    text = (DEPLOYMENTS / "Dockerfile").read_text(encoding="utf-8")
+    before = text.partition("--offline .")[0]
+    assert all(f"COPY {name.rstrip('*')} " in before for name in packages)
 
 
 def test_copied_files_exist_and_are_in_the_context() -> None:

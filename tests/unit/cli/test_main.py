@@ -257,10 +257,17 @@ def test_home_of_a_command_with_a_configuration_is_short_for_run_home() -> None:
     assert with_home(("run.seed=1",), None) == ("run.seed=1",)
 
 
-@pytest.mark.parametrize("option", [["--schedule", "0 2 * * 0"], ["--name", "a"], ["run.seed=1"]])
+@pytest.mark.parametrize(
+    "option", [["--schedule", "0 2 * * 0"], ["--name", "a"], ["--if-changed"], ["run.seed=1"]]
+)
 def test_a_deployment_needs_a_configuration(
     option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["up", "--home", str(tmp_path / "home"), *option]) == 2
     assert "error: --config: the deployment needs a configuration" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
+
+
+def test_a_time_zone_needs_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "--config", DEMO, "--timezone", "Asia/Tokyo"]) == 2
+    assert "error: --timezone: is that of --schedule" in capsys.readouterr().err
