@@ -228,7 +228,7 @@ def _message(item: Any, name: str, thoughts: Thoughts | None) -> Message:
     trained = all(_says_trained(item, key, str(role), name) for key in TRAINED)
     content = _joined_parts(item.get("content"), name)
     if role == "tool":
-        text = checked_text(content, f"{name}.content")
+        text = "" if is_empty(content) else checked_text(content, f"{name}.content")
         return Message("tool", text, True, name=_text(item, "name"), call_id=_text(item, "tool_call_id"))
     if role != "assistant":
         return Message(str(role), checked_text(content, f"{name}.content"))

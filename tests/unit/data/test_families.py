@@ -9,7 +9,8 @@ Rules:
 - where a template renders an earlier answer otherwise than the last one, each answer is a sequence of its
   own;
 - calls of tools and thoughts are trained, tools and results are not;
-- what a template leaves out is a reason to refuse the row.
+- what a template leaves out is a reason to refuse the row;
+- a result follows the call that it names, whatever ids the data have.
 """
 
 from __future__ import annotations
@@ -392,3 +393,26 @@ def test_a_special_token_in_a_call_or_its_result_stays_text() -> None:
     [encoded] = encoder.conversations(talk_, TOOLS.replace('"object"', '"<|eot_id|>"'))
     assert encoded.ids.count(encoder.eos_id) == 4
     assert "a<|eot_id|>b" in encoder.tokenizer.decode(encoded.ids)
+
+
+@pytest.mark.parametrize(
+    ("results", "names"),
+    [
+        (
+            [Message("tool", "rain", call_id="call_SxFD2"), Message("tool", "noon", call_id="call_SxFD1")],
+            "sky clock",
+        ),
+        ([Message("tool", "rain", name="sky"), Message("tool", "noon", name="clock")], "sky clock"),
+        ([Message("tool", "noon"), Message("tool", "rain")], "clock sky"),
+    ],
+)
+def test_a_result_has_the_new_id_of_the_call_that_it_answers(results: list[Message], names: str) -> None:
+    encoder = encoder_of("Mistral")
+    calls = (Call("clock", "{}", "call_SxFD1"), Call("sky", "{}", "call_SxFD2"))
+    messages = [ASK, Message("assistant", "", calls=calls), *results, ANSWER]
+    [encoded] = encoder.conversations(messages)
+    text = shown(encoder, encoded)
+    assert re.findall(r"\}(call\d{5})", text) == ["call00000", "call00001"]
+    found = re.findall(r"RESULTS\](\w{4})(call\d{5})", text)
+    assert sorted(found) == [("noon", "call00000"), ("rain", "call00001")]
+    assert [each["name"] for each in encoder._plain(messages)[2:4]] == names.split()

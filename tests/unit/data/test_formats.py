@@ -466,3 +466,11 @@ def test_thoughts_that_are_not_one_closed_block_at_the_beginning_are_refused() -
     assert normalise({"prompt": "<think>", "completion": "a"}).prompt_text == "<think>"
     assert without_thoughts(THOUGHT) == "Four." == without_thoughts("Four.")
     assert without_thoughts("<think>\nTwo and") == ""
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_the_result_of_a_function_that_returns_nothing_is_empty(content: str | None) -> None:
+    called = {"role": A, "content": None, "tool_calls": CALLS}
+    result = {"role": "tool", "content": content, "tool_call_id": "c1"}
+    messages = normalise({"messages": [*chat((U, "q")), called, result, *chat((A, "Done."))]}).messages
+    assert messages[2] == Message("tool", "", call_id="c1")
