@@ -174,6 +174,29 @@ class Encoder:
         _, ids = self.response([Message("user", _NEUTRAL)], _NEUTRAL)
         return " " if self._decode(list(ids)).startswith(f" {_NEUTRAL}") else ""
 
+    @property
+    def opens_thoughts(self) -> bool:
+        """Whether prompts end with `<think>`, so that responses begin within the thoughts."""
+        if self.template == "plain":
+            return False
+        prompt, _ = self._render([{"role": "user", "content": _NEUTRAL}], None, generate=True)
+        return prompt.rstrip().endswith(_OPENS)
+
+    def require_droppable_thoughts(self) -> None:
+        """Raise ModelError if thoughts that the template writes have no `</think>` in the text of a response:
+        other marks, or a special token.
+        """
+        answer = Message("assistant", _NEUTRAL, thoughts="Twelve.")
+        with suppress(EncodeError):  # a template that leaves thoughts out
+            _, ids = self.response([Message("user", _NEUTRAL)], answer)
+            text = self._decode(list(ids))
+            if _letters(answer.thoughts) in _letters(text) and "</think>" not in text:
+                raise ModelError(
+                    f"the responses of {self.name} have thoughts otherwise than as the text"
+                    " <think>...</think>, so data.thoughts: drop cannot leave out those that the policy"
+                    " samples; use keep, or another data.chat_template"
+                )
+
     def conversation(self, messages: Sequence[Message], tools: str = "") -> Encoded:
         """Return a whole conversation; the mask marks every assistant turn that is trained, with its EOS.
 
