@@ -433,7 +433,8 @@ def _preference(row: Mapping[str, Any], thoughts: Thoughts | None) -> Record:
         prompt = _prompt(row, thoughts)
         chosen = _response(row, "chosen", prompt, thoughts)
         rejected = _response(row, "rejected", prompt, thoughts)
-    if chosen == rejected:
+    # Answers that differ in dropped thoughts only have the same tokens, and are counted as such.
+    if chosen == rejected and thoughts != "drop":
         raise RowError("'chosen' and 'rejected' are the same")
     return Record("preference", _with_system(row, prompt), response=chosen, rejected=rejected)
 
@@ -443,10 +444,8 @@ def _shared_prompt(
 ) -> tuple[tuple[Message, ...], Message, Message]:
     """Return the common first messages of `chosen` and `rejected`, and the two answers."""
     chosen, rejected = (_conversation(row, name, thoughts) for name in ("chosen", "rejected"))
-    if chosen == rejected:
-        raise RowError("'chosen' and 'rejected' are the same")
     shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     prompt = chosen[:shared]
     in_turn(prompt, "the common beginning of 'chosen' and 'rejected'")

@@ -22,8 +22,11 @@ _FOLLOWS = {
 """Roles that may follow each role; None: the beginning, or the system message."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message with the thoughts of the assistant."""
-_THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
-"""Thoughts at the beginning of an answer. Some templates write `<think>` as the end of the prompt."""
+_THOUGHT = re.compile(r"\s*+(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
+"""Thoughts at the beginning of an answer. Some templates write `<think>` as the end of the prompt.
+
+`\s*+` gives no blank back: each would mean another search of the whole text.
+"""
 TRAINED = ("weight", "train")
 """Fields of a message, or of a whole row, that say whether it is trained."""
 _DESCRIPTION = re.compile(
@@ -103,12 +106,15 @@ def answer(text: str, name: str, thoughts: Thoughts | None, calls: tuple[Call, .
     return _thought(message, found[1].strip() if found else "", name, thoughts)
 
 
-def without_thoughts(text: str) -> str:
-    """Return a response without the thoughts at its beginning; "" if it was cut within them."""
+def without_thoughts(text: str, opened: bool = False) -> str:
+    """Return a response without the thoughts at its beginning; "" if it was cut within them.
+
+    `opened` says that the prompt ends with `<think>`.
+    """
     found = _THOUGHT.match(text)
     if found is not None:
         return text[found.end() :]
-    return "" if text.lstrip().startswith("<think>") else text
+    return "" if opened or text.lstrip().startswith("<think>") else text
 
 
 def _thought(message: Message, said: str, name: str, thoughts: Thoughts | None) -> Message:
@@ -228,7 +234,7 @@ def _message(item: Any, name: str, thoughts: Thoughts | None) -> Message:
     trained = all(_says_trained(item, key, str(role), name) for key in TRAINED)
     content = _joined_parts(item.get("content"), name)
     if role == "tool":
-        text = checked_text(content, f"{name}.content")
+        text = "" if is_empty(content) else checked_text(content, f"{name}.content")
         return Message("tool", text, True, name=_text(item, "name"), call_id=_text(item, "tool_call_id"))
     if role != "assistant":
         return Message(str(role), checked_text(content, f"{name}.content"))
@@ -236,10 +242,12 @@ def _message(item: Any, name: str, thoughts: Thoughts | None) -> Message:
     text = "" if calls and is_empty(content) else checked_text(content, f"{name}.content")
     found = replace(answer(text, f"{name}.content", thoughts, calls), trained=trained)
     for key in _THOUGHTS:
-        if not is_empty(item.get(key)):
-            return _thought(
-                found, checked_text(item[key], f"{name}.{key}").strip(), f"{name}.{key}", thoughts
-            )
+        if is_empty(item.get(key)):
+            continue
+        said = checked_text(item[key], f"{name}.{key}").strip()
+        if found.thoughts not in ("", said):
+            raise RowError(f"{name}.{key} differs from other thoughts of the message; keep one of them")
+        found = _thought(found, said, f"{name}.{key}", thoughts)
     return found
 
 

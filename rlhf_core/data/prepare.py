@@ -96,7 +96,8 @@ def prepare(
             write(out, FILE_NAMES[name], split, [item.example for item in items])
     tokenizer = prepared.encoder.tokenizer
     save_tokenizer(tokenizer, out / "tokenizer")
-    write_response_prefix(out, prepared.encoder.response_prefix, config.data.thoughts)
+    encoder = prepared.encoder
+    write_response_prefix(out, encoder.response_prefix, config.data.thoughts, opened=encoder.opens_thoughts)
     if config.model.path is None:
         write_tiny_config(config, tokenizer, out / "model")
     # The template was read between this check and its digest.
@@ -157,6 +158,8 @@ def read_and_encode(
         failpoint("data.read")
         tokenizer, context = _tokenizer(config, records)
         encoder = Encoder(tokenizer, config.data.template, config.model.path or "the trained tokenizer")
+        if config.data.thoughts == "drop":
+            encoder.require_droppable_thoughts()
         for name in SETS:
             check_rendered(f"data.{name}", records[name], encoder, config.data.max_bad_rows)
         lengths = Lengths(context)

@@ -174,6 +174,29 @@ class Encoder:
         _, ids = self.response([Message("user", _NEUTRAL)], _NEUTRAL)
         return " " if self._decode(list(ids)).startswith(f" {_NEUTRAL}") else ""
 
+    @property
+    def opens_thoughts(self) -> bool:
+        """Whether prompts end with `<think>`, so that responses begin within the thoughts."""
+        if self.template == "plain":
+            return False
+        prompt, _ = self._render([{"role": "user", "content": _NEUTRAL}], None, generate=True)
+        return prompt.rstrip().endswith(_OPENS)
+
+    def require_droppable_thoughts(self) -> None:
+        """Raise ModelError if thoughts that the template writes have no `</think>` in the text of a response:
+        other marks, or a special token.
+        """
+        answer = Message("assistant", _NEUTRAL, thoughts="Twelve.")
+        with suppress(EncodeError):  # a template that leaves thoughts out
+            _, ids = self.response([Message("user", _NEUTRAL)], answer)
+            text = self._decode(list(ids))
+            if _letters(answer.thoughts) in _letters(text) and "</think>" not in text:
+                raise ModelError(
+                    f"the responses of {self.name} have thoughts otherwise than as the text"
+                    " <think>...</think>, so data.thoughts: drop cannot leave out those that the policy"
+                    " samples; use keep, or another data.chat_template"
+                )
+
     def conversation(self, messages: Sequence[Message], tools: str = "") -> Encoded:
         """Return a whole conversation; the mask marks every assistant turn that is trained, with its EOS.
 
@@ -435,10 +458,12 @@ class Encoder:
         return plain, functions, {character: special for special, character in character_of.items()}
 
     def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return messages as templates read them. Calls without ids get some, and results those of calls."""
+        """Return messages as templates read them. Calls get new ids, and results those of their calls: of the
+        call with the same id, else with the same name, else of the next one.
+        """
         plain: list[dict[str, Any]] = []
         number = 0
-        open_calls: list[Call] = []
+        open_calls: list[tuple[str, Call]] = []
         for message in messages:
             each: dict[str, Any] = {"role": message.role, "content": message.content}
             if message.thoughts and self._thought_field is not None:
@@ -447,22 +472,24 @@ class Encoder:
                 each["content"] = f"{_OPENS}\n{message.thoughts}\n</think>\n\n{message.content}"
             if message.calls:
                 # Nine letters and digits, which Mistral's templates demand.
-                open_calls = [
-                    call._replace(id=call.id or f"call{number + at:05d}")
-                    for at, call in enumerate(message.calls)
-                ]
+                open_calls = [(f"call{number + at:05d}", call) for at, call in enumerate(message.calls)]
                 number += len(open_calls)
                 each["tool_calls"] = [
                     {
                         "type": "function",
-                        "id": call.id,
+                        "id": own_id,
                         "function": {"name": call.name, "arguments": json.loads(call.arguments)},
                     }
-                    for call in open_calls
+                    for own_id, call in open_calls
                 ]
             if message.role == "tool":
-                call = open_calls.pop(0) if open_calls else Call("", "")
-                each |= {"name": message.name or call.name, "tool_call_id": message.call_id or call.id}
+                own_id, call = min(
+                    open_calls,
+                    key=lambda one: (one[1].id != message.call_id, one[1].name != message.name),
+                    default=(message.call_id, Call("", "")),
+                )
+                open_calls = [one for one in open_calls if one[0] != own_id]
+                each |= {"name": message.name or call.name, "tool_call_id": own_id}
             plain.append(each)
         return plain
 

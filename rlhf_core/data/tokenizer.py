@@ -277,6 +277,8 @@ class Decoder:
     """Text that the chat template puts before each answer (`Encoder.response_prefix`)."""
     drops_thoughts: bool = False
     """Whether thoughts are no part of a response (`data.thoughts: drop`)."""
+    opens_thoughts: bool = False
+    """Whether prompts end with `<think>` (`Encoder.opens_thoughts`)."""
 
     def __call__(self, ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
@@ -291,14 +293,18 @@ class Decoder:
         A service that renders prompt and response again adds the blank itself.
         """
         text = self(ids).removeprefix(self.prefix)
-        return without_thoughts(text) if self.drops_thoughts else text
+        return without_thoughts(text, self.opens_thoughts) if self.drops_thoughts else text
 
 
-def write_response_prefix(data: Path, prefix: str, thoughts: Thoughts | None = None) -> None:
-    """Write the text before each answer, and `data.thoughts` if it is set, to a data artifact's folder, for
-    `load_decoder`.
+def write_response_prefix(
+    data: Path, prefix: str, thoughts: Thoughts | None = None, *, opened: bool = False
+) -> None:
+    """Write the text before each answer, and, with `data.thoughts`, its value and whether prompts end with
+    `<think>`, to a data artifact's folder, for `load_decoder`.
     """
-    settings = {"prefix": prefix} if thoughts is None else {"prefix": prefix, "thoughts": thoughts}
+    settings: dict[str, Any] = {"prefix": prefix}
+    if thoughts is not None:
+        settings |= {"thoughts": thoughts, "opened": opened}
     write_json(data / "response.json", settings, indent=None)
 
 
@@ -325,8 +331,9 @@ def load_decoder(data: Path) -> Decoder:
             f"{folder}: the tokenizer needs a pad token and another EOS token; got ids {pad} and {eos}"
         )
     settings = data / "response.json"
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     if settings.exists():
         found = json.loads(settings.read_text(encoding="utf-8"))
     drops = found.get("thoughts") == "drop"
-    return Decoder(tokenizer, pad, eos, token_id("bos_token"), found.get("prefix", ""), drops)
+    prefix, opened = found.get("prefix", ""), found.get("opened", False)
+    return Decoder(tokenizer, pad, eos, token_id("bos_token"), prefix, drops, opened)

@@ -120,8 +120,9 @@ class Scorer:
         if not isinstance(response, str) or not isinstance(finished, bool):
             raise ItemError("response must be a string, and finished true or false")
         try:
-            record = normalise({"prompt": item.get("prompt")}, "prompt")
-            for text in (response, *(message.content for message in record.prompt)):
+            row = {"prompt": item.get("prompt"), "tools": item.get("tools")}
+            record = normalise(row, "prompt", thoughts="keep")
+            for text in (response, record.prompt_text):
                 text.encode()
             if any(
                 self._encoder.surely_longer(text, self._most_tokens)
@@ -133,8 +134,9 @@ class Scorer:
                 )
             # A policy may end at once, but `Encoder.response` refuses a response without tokens.
             if not response:
-                return self._encoder.prompt(record.prompt), (self._encoder.eos_id,) if finished else ()
-            prompt_ids, response_ids = self._encoder.response(record.prompt, response)
+                prompt_ids = self._encoder.prompt(record.prompt, record.tools)
+                return prompt_ids, (self._encoder.eos_id,) if finished else ()
+            prompt_ids, response_ids = self._encoder.response(record.prompt, response, record.tools)
         except UnicodeEncodeError as error:
             raise ItemError("its texts must be Unicode, without lone surrogates") from error
         except (RowError, EncodeError) as error:

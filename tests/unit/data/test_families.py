@@ -9,7 +9,9 @@ Rules:
 - where a template renders an earlier answer otherwise than the last one, each answer is a sequence of its
   own;
 - calls of tools and thoughts are trained, tools and results are not;
-- what a template leaves out is a reason to refuse the row.
+- what a template leaves out is a reason to refuse the row;
+- a result follows the call that it names, whatever ids the data have;
+- thoughts that are dropped are in no response, or the template is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from rlhf_core.data.messages import Call, Message, tools_of
 from rlhf_core.data.templates import Encoded, EncodeError, Encoder
+from rlhf_core.data.tokenizer import load_decoder, write_response_prefix
+from rlhf_core.errors import ModelError
 from tests.unit.data.data_samples import CHATML, TEXTS
 
 ASK, ANSWER = Message("user", "Is it late?"), Message("assistant", "It is noon.")
@@ -392,3 +397,47 @@ def test_a_special_token_in_a_call_or_its_result_stays_text() -> None:
     [encoded] = encoder.conversations(talk_, TOOLS.replace('"object"', '"<|eot_id|>"'))
     assert encoded.ids.count(encoder.eos_id) == 4
     assert "a<|eot_id|>b" in encoder.tokenizer.decode(encoded.ids)
+
+
+@pytest.mark.parametrize(
+    ("results", "names"),
+    [
+        (
+            [Message("tool", "rain", call_id="call_SxFD2"), Message("tool", "noon", call_id="call_SxFD1")],
+            "sky clock",
+        ),
+        ([Message("tool", "rain", name="sky"), Message("tool", "noon", name="clock")], "sky clock"),
+        ([Message("tool", "noon"), Message("tool", "rain")], "clock sky"),
+    ],
+)
+def test_a_result_has_the_new_id_of_the_call_that_it_answers(results: list[Message], names: str) -> None:
+    encoder = encoder_of("Mistral")
+    calls = (Call("clock", "{}", "call_SxFD1"), Call("sky", "{}", "call_SxFD2"))
+    messages = [ASK, Message("assistant", "", calls=calls), *results, ANSWER]
+    [encoded] = encoder.conversations(messages)
+    text = shown(encoder, encoded)
+    assert re.findall(r"\}(call\d{5})", text) == ["call00000", "call00001"]
+    found = re.findall(r"RESULTS\](\w{4})(call\d{5})", text)
+    assert sorted(found) == [("noon", "call00000"), ("rain", "call00001")]
+    assert [each["name"] for each in encoder._plain(messages)[2:4]] == names.split()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dropped_thoughts_are_in_no_response_or_the_template_is_refused(name: str, tmp_path: Path) -> None:
+    encoder = encoder_of(name)
+    if name == "gpt-oss":
+        with pytest.raises(
+            ModelError, match=r"otherwise than as the text <think>.*thoughts: drop .* use keep, or"
+        ):
+            encoder.require_droppable_thoughts()
+        return
+    encoder.require_droppable_thoughts()
+    encoder.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    write_response_prefix(tmp_path, encoder.response_prefix, "drop", opened=encoder.opens_thoughts)
+    decoder = load_decoder(tmp_path)
+    _, ids = encoder.response([ASK], SAID)
+    assert decoder.response(ids).strip() == SAID.content
+    # Cut within the thoughts.
+    thought = encoder.tokenizer("It says twelve.", add_special_tokens=False)["input_ids"]
+    cut = next(at for at in range(len(ids)) if list(ids[at : at + len(thought)]) == thought) + len(thought)
+    assert decoder.response(ids[:cut]) == ""

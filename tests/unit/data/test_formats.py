@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -466,3 +467,56 @@ def test_thoughts_that_are_not_one_closed_block_at_the_beginning_are_refused() -
     assert normalise({"prompt": "<think>", "completion": "a"}).prompt_text == "<think>"
     assert without_thoughts(THOUGHT) == "Four." == without_thoughts("Four.")
     assert without_thoughts("<think>\nTwo and") == ""
+
+
+def test_blank_lines_before_an_answer_do_not_cost_a_search_of_the_whole_text_each() -> None:
+    text = "\n" * 3000 + "x" * 100_000
+    began = time.process_time()
+    assert without_thoughts(text) == text
+    assert said(normalise({"prompt": "q", "completion": text}).response) == text
+    assert time.process_time() - began < 1
+
+
+def test_a_response_to_a_prompt_that_opens_the_thoughts_is_empty_until_it_closes_them() -> None:
+    assert without_thoughts("Two and", opened=True) == ""
+    assert without_thoughts("Two and two.\n</think>\n\nFour.", opened=True) == "Four."
+
+
+def test_thoughts_in_two_places_of_a_message_must_be_the_same() -> None:
+    def row(**fields: str) -> dict[str, Any]:
+        return {"prompt": "q", "completion": [{"role": A, "content": THOUGHT, **fields}]}
+
+    for fields in ({"reasoning_content": "Three."}, {"reasoning": "Two and two.", "thinking": "Three."}):
+        with pytest.raises(RowError, match="differs from other thoughts of the message; keep one of them"):
+            normalise(row(**fields), thoughts="keep")
+        assert normalise(row(**fields), thoughts="drop").response == Message(A, "Four.")
+    same = normalise(row(reasoning_content="Two and two."), thoughts="keep")
+    assert same.response == Message(A, "Four.", thoughts="Two and two.")
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_the_result_of_a_function_that_returns_nothing_is_empty(content: str | None) -> None:
+    called = {"role": A, "content": None, "tool_calls": CALLS}
+    result = {"role": "tool", "content": content, "tool_call_id": "c1"}
+    messages = normalise({"messages": [*chat((U, "q")), called, result, *chat((A, "Done."))]}).messages
+    assert messages[2] == Message("tool", "", call_id="c1")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda answer: answer,
+        lambda answer: chat((U, "q"), (A, answer)),
+        lambda answer: f"\n\nHuman: q\n\nAssistant: {answer}",
+    ],
+    ids=["answers", "conversations", "transcripts"],
+)
+def test_a_pair_that_differs_only_in_dropped_thoughts_is_well_formed(layout: Any) -> None:
+    """The stage counts it with the pairs that have the same tokens."""
+    row = {"chosen": layout(THOUGHT), "rejected": layout(THOUGHT.replace("two", "three"))}
+    if row["chosen"] == THOUGHT:
+        row["prompt"] = "q"
+    record = normalise(row, thoughts="drop")
+    assert record.prompt == (Message(U, "q"),)
+    assert record.response == record.rejected == Message(A, "Four.")
+    assert normalise(row, thoughts="keep").response != normalise(row, thoughts="keep").rejected

@@ -40,8 +40,8 @@ from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import EncodedRecord, held_out, split_key, split_position
 from rlhf_core.data.prepare import _too_few_held_out, prepare
 from rlhf_core.data.sources import source_digests
-from rlhf_core.data.tokenizer import TINY_TEMPLATE
-from rlhf_core.errors import DataError, InputError
+from rlhf_core.data.tokenizer import TINY_TEMPLATE, load_decoder
+from rlhf_core.errors import DataError, InputError, ModelError
 from rlhf_core.stages.data import run
 from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.types import SFTExample
@@ -235,6 +235,41 @@ def test_a_row_that_the_template_refuses_is_quarantined_and_counted(tmp_path: Pa
     assert (counts["read"], counts["bad"], counts["train"] + counts["eval"]) == (30, 1, 29)
     [row] = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert row["line"] == 30 and "no system" in row["reason"]
+
+
+def test_pairs_that_differ_only_in_dropped_thoughts_are_counted_and_not_malformed(tmp_path: Path) -> None:
+    rows = pairs(40)
+    for index, row in enumerate(rows[:20]):
+        row |= {"chosen": f"<think>yes</think>same {index}", "rejected": f"<think>no</think>same {index}"}
+    card = prepared(files(tmp_path, rows, thoughts="drop"), tmp_path / "out")
+    counts = card["counts"]["preference"]
+    assert (counts["bad"], counts["train"] + counts["eval"]) == (0, 20)
+    assert counts["dropped"] == {"chosen and rejected have the same tokens": 20}
+
+
+def test_a_template_whose_thoughts_cannot_be_dropped_from_responses_is_refused(tmp_path: Path) -> None:
+    said = "message['content'] | trim + eos_token"
+    thought = f"('Thought: ' + message['thinking'] if message['thinking'] else '') + {said}"
+    assert said in TINY_TEMPLATE
+    (tmp_path / "other.jinja").write_text(TINY_TEMPLATE.replace(said, thought))
+    config = files(tmp_path, pairs(40), chat_template=str(tmp_path / "other.jinja"), thoughts="drop")
+    with pytest.raises(
+        ModelError, match=r"thoughts otherwise than as the text <think>.*data\.thoughts: drop"
+    ):
+        prepared(config, tmp_path / "out")
+
+
+def test_a_response_is_read_as_begun_thoughts_if_the_prompt_opens_them(tmp_path: Path) -> None:
+    opening = TINY_TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>\n{% endif")
+    opening = opening.replace(
+        "message['content'] | trim + eos", "'<think>\n</think>' + message['content'] + eos"
+    )
+    (tmp_path / "opening.jinja").write_text(opening)
+    config = files(tmp_path, pairs(40), chat_template=str(tmp_path / "opening.jinja"), thoughts="drop")
+    prepared(config, tmp_path / "out")
+    decoder = load_decoder(tmp_path / "out")
+    ids = decoder.tokenizer.encode("good", add_special_tokens=False).ids
+    assert (decoder(ids), decoder.response(ids)) == ("good", "")
 
 
 @pytest.mark.parametrize(("fraction", "most"), [(0.4, 512), (0.1, 512), (0.4, 3), (0.4, 6)])

@@ -28,7 +28,7 @@ import transformers
 import uvicorn
 
 from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.data.messages import Message
+from rlhf_core.data.messages import Message, tools_of
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import load_decoder, load_tokenizer, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
@@ -218,6 +218,31 @@ def test_a_conversation_is_a_prompt(scorer: Scorer) -> None:
     item = {"prompt": [{"role": role, "content": text} for role, text in messages], "response": "It sleeps."}
     right = scorer._encoder.response([Message(*message) for message in messages], "It sleeps.")
     assert scorer.encode(item) == right
+
+
+def test_an_earlier_answer_of_the_prompt_can_have_thoughts(scorer: Scorer) -> None:
+    talk = [("user", "Who?"), ("assistant", "<think>\nHm.\n</think>\n\nA cat."), ("user", "And now?")]
+    item = {"prompt": [{"role": role, "content": text} for role, text in talk], "response": "It sleeps."}
+    right = scorer._encoder.response([Message(*message) for message in talk], "It sleeps.")
+    assert scorer.encode(item) == right
+
+
+@pytest.mark.parametrize("response", ["It sleeps.", ""])
+def test_an_item_has_the_tools_of_its_prompt(folder: Path, tmp_path: Path, response: str) -> None:
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.chat_template = "{{ tools | tojson if tools }}" + tokenizer.chat_template
+    served = shutil.copytree(folder, tmp_path / "model")
+    tokenizer.save_pretrained(served)
+    item = {"prompt": "Who?", "response": response, "tools": [{"name": "tell"}]}
+    encoder, tools = Encoder(tokenizer, "chat"), tools_of(item["tools"])
+    scorer = Scorer(served)
+    prompt_ids, _ = scorer.encode(item)
+    assert prompt_ids == encoder.prompt([Message("user", "Who?")], tools)
+    assert len(prompt_ids) > len(scorer.encode({**item, "tools": None})[0])
+    with pytest.raises(ItemError, match="leaves the tool 'tell' out"):
+        Scorer(folder).encode(item)
+    with pytest.raises(ItemError, match="lone surrogates"):
+        scorer.encode({**item, "tools": [{"name": "\ud800"}]})
 
 
 @pytest.mark.parametrize(
