@@ -83,6 +83,13 @@ def registered_version(folder: Path) -> int:
     return version
 
 
+def test_the_first_own_run_ends_in_an_evaluated_policy(folder: Path) -> None:
+    for words, code in commands("first-run.md"):
+        rlhf(folder, words, code)
+    summaries = [json.loads(file.read_text()) for file in folder.glob(".rlhf/runs/*/summary.json")]
+    assert any("ppo" in summary["evaluate"]["policies"] for summary in summaries if "evaluate" in summary)
+
+
 def test_dpo_ends_in_a_registered_policy(folder: Path) -> None:
     for words, code in commands("dpo.md"):
         rlhf(folder, words, code)
