@@ -121,12 +121,15 @@ def show_log_lines() -> None:
 
 
 def publish_process() -> None:
-    """Give the flow run of a command the identity of its process, for the reconciler of `rlhf up`."""
+    """Give the flow run of a command, or one inside it, the identity of its process, for the reconciler of
+    `rlhf up`.
+    """
     if EMBEDDED in os.environ:
         return  # its server ends with the process
     with _view_only("process"), get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(runtime.flow_run.id)
-        if flow_run.deployment_id is None and flow_run.parent_task_run_id is None:
+        root = client.read_flow_run(runtime.flow_run.root_flow_run_id)
+        if root.deployment_id is None:
             client.update_flow_run_labels(flow_run.id, {PROCESS_LABEL: json.dumps(RecordedProcess.own())})
             client.update_flow_run(flow_run.id, tags=[*flow_run.tags, COMMAND_TAG])
 

@@ -61,7 +61,7 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         print(printable(f"{each}: {text}"))
         for move in moves:
             print(printable(f"  {describe(move)}"))
-        if problem := moved_by_hand(champion, moves):
+        if problem := moved_by_hand(mlflow, each, champion, moves):
             print(f"  warning: {problem}")
     return 0
 

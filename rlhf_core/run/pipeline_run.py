@@ -242,6 +242,7 @@ class PipelineRun:
         if stage == "ppo" and self.current_stage.get("stage") != "ppo":
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
             self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
+        self.home.progress(self.name).unlink(missing_ok=True)  # of an earlier attempt
         self.current_stage = {"stage": stage, "log": str(log_file)}
         self.save_state("running")
 
@@ -250,7 +251,8 @@ class PipelineRun:
         now = time.monotonic()
         if now - self._progress_recorded >= PROGRESS_SECONDS:
             self._progress_recorded = now
-            write_json(self.home.progress(self.name), {**event, "stage": stage, "metrics": None})
+            with suppress(OSError):  # it is only shown
+                write_json(self.home.progress(self.name), {**event, "stage": stage, "metrics": None})
 
     def record_result(self, stage: StageName, record: StageRecord) -> None:
         """Record the outcome of a stage, also for `rlhf status`."""
@@ -313,19 +315,22 @@ class PipelineRun:
         return addresses
 
     def log_outcome(self, summary: Mapping[str, Any]) -> None:
-        """Send the main metrics, the reports and the description to the MLflow run."""
-        if nothing_made(summary):
+        """Send the reports, the description and the main metrics to the MLflow run. If it has them and every
+        stage was reused, only say so in its description.
+        """
+        metrics = headline_metrics(summary)
+        if nothing_made(summary) and self.tracking.has_results(self.key, metrics):
             text = reuse_sentence(summary, datetime.now(UTC))
             self.tracking.describe(self.parent_run_id, self._description(summary), text)
             return
-        self.tracking.log_results(self.key, headline_metrics(summary))
         for stage, record in self.records.items():
             if (report := STAGES[stage].report) is not None:
                 try:
                     self.tracking.log_file(self.parent_run_id, self.artifacts.fetch(record.ref) / report)
-                except RLHFError as error:
+                except (RLHFError, OSError) as error:
                     log.warning("MLflow's run has no %s: %s", report, error)
         self.tracking.describe(self.parent_run_id, self._description(summary))
+        self.tracking.log_results(self.key, metrics)  # last, because `has_results` looks for them
 
     def _description(self, summary: Mapping[str, Any]) -> str:
         registered = summary.get("registration", {})

@@ -83,7 +83,7 @@ def get_or_run_stage(
         def dispatch(event: dict[str, Any]) -> None:
             seen.add(event["event"])
             if event["event"] == "progress":
-                event["left"] = pace.left(event)
+                event = {**event, "left": pace.left(event)}  # the executor keeps its own
                 run.record_progress(stage, event)
             for kind in ("guard", "advice"):
                 if event["event"] == "warning" and kind in event:

@@ -268,15 +268,23 @@ def _champion(mlflow: Mlflow, model: str) -> str | None:
     return champion.version if champion else None
 
 
-def moved_by_hand(champion: ModelVersion | None, moves: Iterable[Move]) -> str:
+def moved_by_hand(mlflow: Mlflow, model: str, champion: ModelVersion | None, moves: Sequence[Move]) -> str:
     """Return a sentence if the alias is not where the history has put it; else an empty text.
 
-    It was then moved or removed in MLflow, without a match and without a reason.
+    It was then moved or removed in MLflow, without a match and without a reason. During a move, and if the
+    champion of the history is revoked, it cannot be known: `settle` moves the alias as well.
     """
-    done = [move for move in moves if move.state == "done"]
-    recorded, now = done[-1].version if done else None, champion.version if champion else None
+    counted = [move for move in moves if move.state != "overtaken"]
+    if counted and counted[-1].state == "started":
+        return ""
+    recorded, now = counted[-1].version if counted else None, champion.version if champion else None
     if recorded == now:
         return ""
+    if recorded is not None:
+        with registry_errors(mlflow, f"list the champions of {model!r}"):
+            version = mlflow.version(model, recorded)
+            if version is not None and find_revocation(mlflow, model, version) is not None:
+                return ""
     names = [f"version {number}" if number else "no version" for number in (recorded, now)]
     return (
         f"the alias `{CHAMPION}` was moved by hand: the history says {names[0]}, and {names[1]} has it; use"

@@ -114,7 +114,7 @@ def register(
             model, "Policies made by the RLHF pipeline. `champion` is the best one evaluated."
         )
         entries = settle(mlflow, model)
-        if problem := moved_by_hand(mlflow.by_alias(model, CHAMPION), entries.moves):
+        if problem := moved_by_hand(mlflow, model, mlflow.by_alias(model, CHAMPION), entries.moves):
             log.warning("%s: %s", model, problem)
         version, created = _find_or_create(mlflow, model, candidate)
         failpoint("register.created")

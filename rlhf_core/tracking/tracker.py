@@ -229,6 +229,15 @@ class Tracking:
 
         self._try(log_all)
 
+    def has_results(self, pipeline_key: str, names: Iterable[str]) -> bool:
+        """Return whether MLflow answers and the run of a pipeline has all these metrics."""
+
+        def has_all() -> bool:
+            state = self.mlflow.find_run({PIPELINE_KEY: pipeline_key})
+            return state is not None and {clean_name(name) for name in names} <= state.last_steps.keys()
+
+        return self._try(has_all) is True
+
     def log_file(self, run_id: str | None, path: Path) -> None:
         """Log a local file as an artifact of a run, replacing one of the same name."""
         if run_id is not None:

@@ -165,7 +165,7 @@ class Reconciler:
         """
         try:
             self._cancel_overtaken()
-            self._end_commands()
+            commands = self._running_commands()
             runs = [run for run in self._active_runs() if self._is_own(run)]
         except _REQUEST_ERRORS as error:
             log.debug("poll skipped: %s", error)
@@ -179,6 +179,11 @@ class Reconciler:
                 log.warning("flow run %s: %s", run.get("name"), error)
                 if isinstance(error, urllib.error.HTTPError) and error.code < 500:
                     self._missing[run["id"]] = -_POLLS_AFTER_REFUSAL
+        for run in commands:
+            try:
+                self._end_command(run)
+            except (*_REQUEST_ERRORS, TypeError) as error:  # TypeError: the label of another release
+                log.debug("flow run %s: %s", run.get("name"), error)
         found = {process for of_run in processes.values() for process in of_run}
         self._cancelled = {process: at for process, at in self._cancelled.items() if process in found}
         self._stopped = {process: at for process, at in self._stopped.items() if process in found}
@@ -270,15 +275,18 @@ class Reconciler:
             else:
                 kept.append(schedule)
 
-    def _end_commands(self) -> None:
-        """Set the runs of killed commands to CRASHED."""
+    def _running_commands(self) -> list[dict[str, Any]]:
         running = {"type": {"any_": ["RUNNING"]}}
         body = {"flow_runs": {"tags": {"all_": [COMMAND_TAG]}, "state": running}, "limit": 50}
-        for run in self._post("/flow_runs/filter", body):
-            label = (run.get("labels") or {}).get(PROCESS_LABEL)
-            if label is not None and RecordedProcess(*json.loads(label)).alive() is False:
-                message = "its process is gone; the same command continues from the last checkpoint"
-                self._set_state(run["id"], "CRASHED", "Crashed", message)
+        runs: list[dict[str, Any]] = self._post("/flow_runs/filter", body)
+        return runs
+
+    def _end_command(self, run: Mapping[str, Any]) -> None:
+        """Set the run of a command to CRASHED if its process was killed."""
+        label = (run.get("labels") or {}).get(PROCESS_LABEL)
+        if label is not None and RecordedProcess(*json.loads(label)).alive() is False:
+            message = "its process is gone; the same command continues from the last checkpoint"
+            self._set_state(run["id"], "CRASHED", "Crashed", message)
 
     def _history(self, run_id: str) -> list[tuple[datetime, str]]:
         states = get(f"{self._api}/flow_run_states/?flow_run_id={run_id}", auth=self._auth)

@@ -11,7 +11,7 @@
 - a run of a command whose process was killed is set to CRASHED
 - of the late runs of a schedule, only the newest is kept; those that a person has started are kept
 - a server that does not respond, or not completely, changes nothing; if it refuses to change one run, the
-  others are still resumed
+  others are still resumed; the same holds for the run of a command
 """
 
 from __future__ import annotations
@@ -213,6 +213,26 @@ def test_a_command_that_was_killed_is_shown_as_crashed(server: Server) -> None:
         server.runs[name]["labels"] = {PROCESS_LABEL: json.dumps(process)}
     Reconciler(server.api, "here", find_processes=dict).poll()
     assert server.sets == [("killed", "Crashed")], "nothing else can start it again"
+
+
+def test_a_command_that_cannot_be_ended_does_not_prevent_the_others(server: Server) -> None:
+    own = RecordedProcess.own()
+    killed = own._replace(started=own.started - 9)
+    labels = {
+        "refused": json.dumps(killed),
+        "of a later release": json.dumps([*killed, "more"]),
+        "no JSON": "{",
+        "killed": json.dumps(killed),
+    }
+    for name, label in labels.items():
+        server.add(name, "RUNNING", worker=None)
+        server.runs[name]["labels"] = {PROCESS_LABEL: label}
+    server.add("lost", "RUNNING")
+    reconciler = Reconciler(server.api, "here", find_processes=dict)
+    for _ in range(MISSING_POLLS):
+        reconciler.poll()
+    assert ("lost", "AwaitingRetry") in server.sets
+    assert ("killed", "Crashed") in server.sets
 
 
 def test_run_of_a_worker_on_another_host_is_never_changed(server: Server) -> None:

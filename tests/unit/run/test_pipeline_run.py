@@ -11,11 +11,14 @@
 - a flow sits out an outage of its store for `store.retry_seconds`, the command before it does not
 - the summary names the tracker without credentials
 - a shorter command keeps the summary of a longer one, unless their artifacts differ
+- a run in MLflow that lacks the metrics and the report gets them, also if every stage was reused
+- files that are only shown end no run; progress of an earlier attempt is not shown
 """
 
 from __future__ import annotations
 
 import contextvars
+import errno
 import json
 import os
 import socket
@@ -33,20 +36,26 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError, StageFailed, StageHeld, StoreUnavailable
+from rlhf_core.executors.follow import _Follower
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.ops.parameters import overrides_of
 from rlhf_core.pipeline import STAGES, StageName, stages_between
+from rlhf_core.run import stage_runner
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check, reuse_or_check
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
+from rlhf_core.run.retries import RetryPolicy
+from rlhf_core.run.state import describe_runs
 from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId, RecordedProcess, here
+from rlhf_core.system.waiting import SYSTEM_CLOCK
 from rlhf_core.tracking.champions import REVOKED, WEIGHTS
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.demo_data import GENERATED, with_demo_data
+from tests.support.followed_jobs import FAST
 from tests.support.toy_stage import toy_environment
 
 
@@ -441,6 +450,83 @@ def test_a_shorter_command_keeps_the_summary_of_a_longer_one(tmp_path: Path, dat
     assert summary_of("sft") == summary_of("data") == summary_of("sft") == longer
     assert summary_of("data", data="/store/another") == ["/store/another"]
     assert summary_of("sft") == longer
+
+
+def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after(until: StageName = "evaluate") -> tuple[str, dict[str, float], list[str]]:
+        """Return description, metrics and files of the run in MLflow after a command."""
+        report = tmp_path / "report.html"
+        report.write_text("<html>")
+        with open_run(checked, "data", until) as run:
+            for stage in stages_between("data", until):
+                run.records[stage] = StageRecord(ref(stage, accuracy=0.75), 1.0, reused=True)
+            monkeypatch.setattr(run.artifacts, "fetch", lambda _: tmp_path)
+        assert run.parent_run_id is not None
+        client = MlflowClient(run.tracking.uri)
+        files = [file.path for file in client.list_artifacts(run.parent_run_id)]
+        data = client.get_run(run.parent_run_id).data
+        return data.tags["mlflow.note.content"], data.metrics, files
+
+    # A run in MLflow of its own: the other tests share theirs.
+    checked = checked_in(tmp_path, database, run={"home": str(tmp_path), "device": "cpu", "seed": 7})
+    text, metrics, files = after("data")
+    assert set(metrics) == {"hours"} and "Reused:" not in text
+    text, metrics, files = after()
+    assert metrics["reward_accuracy"] == 0.75 and "report.html" in files
+    assert "Reused:" not in text
+    again, kept, _ = after("data")
+    assert again.startswith(f"{text}\n\n**Reused:** last on ") and kept == metrics
+
+
+def test_files_that_are_only_shown_end_no_run(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_: ArtifactRef) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_run(checked_in(tmp_path, database), "data", "evaluate") as run:
+        run.home.progress(run.name).mkdir()  # it cannot be written
+        run.record_progress("sft", {"event": "progress", "task": "sft", "done": 1, "total": 4})
+        run.records["evaluate"] = StageRecord(ref("evaluate"), 1.0, reused=False)
+        monkeypatch.setattr(run.artifacts, "fetch", full)
+    assert "MLflow's run has no report.html: " in caplog.text
+    assert json.loads((run.folder / "run.json").read_text())["state"] == "finished"
+
+
+def test_progress_of_an_earlier_attempt_is_not_shown(tmp_path: Path) -> None:
+    run = pipeline(tmp_path)
+    run.record_start("sft", tmp_path / "sft-01.log")
+    task = {"task": "sft", "done": 9, "total": 20, "unit": "steps", "left": None}
+    run.record_progress("sft", task)
+    assert "sft 45 % (9 of 20 steps)" in "\n".join(describe_runs(run.home))
+    run.record_start("sft", tmp_path / "sft-02.log")
+    assert "45 %" not in "\n".join(describe_runs(run.home))
+
+
+def test_progress_of_a_job_that_has_not_changed_is_reported_once(
+    tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler: Any = SimpleNamespace(kind="job")
+    files: Any = SimpleNamespace(
+        read_events=lambda: (
+            [],
+            [{"event": "progress", "task": "sft", "done": 0, "total": 4, "unit": "steps"}],
+        )
+    )
+
+    def job(run: PipelineRun, spec: StageSpec, log_file: Path, on_event: Any, *_: Any) -> ArtifactRef:
+        follower = _Follower(scheduler, spec, log_file, 20.0, on_event, FAST, SYSTEM_CLOCK)
+        for _poll in range(3):
+            follower._read_events(files)
+        return ref(spec.stage)
+
+    monkeypatch.setattr(stage_runner, "_run_stage", job)
+    run = PipelineRun(checked_in(tmp_path, database).config, "demo.yaml")
+    events: list[dict[str, Any]] = []
+    stage_runner.get_or_run_stage(run, "data", {}, RetryPolicy(0), events.append)
+    assert [(event["done"], event["left"]) for event in events] == [(0, None)]
 
 
 def test_rerun_removes_outdated_warning_tags(tmp_path: Path, database: Path) -> None:

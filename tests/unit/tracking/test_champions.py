@@ -38,6 +38,7 @@ from rlhf_core.tracking.champions import (
     WEIGHTS,
     find_revocation,
     history,
+    moved_by_hand,
     promote,
     revocation,
     rollback,
@@ -357,6 +358,27 @@ def killed_at(point: str, action: Any) -> None:
 
     _, status = os.waitpid(forked(act), 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("point", "present"), [("champion.recorded", "3"), ("champion.moved", "2")])
+def test_an_alias_that_a_command_moves_was_not_moved_by_hand(
+    point: str, present: str, mlflow: Mlflow, model: str, database: Path
+) -> None:
+    def problem() -> str:
+        return moved_by_hand(mlflow, model, mlflow.by_alias(model, "champion"), history(mlflow, model))
+
+    move = Move(9e9, "promoted", "2", "3", "r")
+    killed_at(point, lambda: make_champion(Mlflow(f"sqlite:///{database}", "champions"), model, move))
+    assert champion(mlflow, model) == present
+    assert problem() == "", "the move is not finished"
+    settle(mlflow, model)
+    mlflow.tag_version(model, "2", {REVOKED: "bad"})
+    settle(mlflow, model)
+    assert champion(mlflow, model) != "2"
+    assert problem() == "", "the champion was revoked"
+    promote(mlflow, model, "1", "r")
+    mlflow.set_alias(model, "champion", "3")
+    assert "moved by hand" in problem()
 
 
 @pytest.mark.parametrize(("to", "after"), [(None, "2"), ("none", None)])
