@@ -124,7 +124,8 @@ def test_the_first_rows_are_the_promotion_and_the_win_rate() -> None:
 
 
 def test_tables_name_the_algorithm_that_ran() -> None:
-    names = [name for name, _ in results(finished(ppo_algorithm="GRPO", judge="rules", judge_trained_on="True"))]
+    summary = finished(ppo_algorithm="GRPO", judge="rules", judge_trained_on="True")
+    names = [name for name, _ in results(summary)]
     assert "win rate, GRPO over SFT (judge: rules, which GRPO was trained on)" in names
     assert not any("PPO" in name for name in names)
 
