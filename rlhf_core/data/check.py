@@ -28,7 +28,7 @@ from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.dataset import require_answers
 from rlhf_core.data.examples import estimated_lengths, to_record
 from rlhf_core.data.files import BEGINNING_ROWS, BadRow, Row, check_beginning, first_rows, list_files
-from rlhf_core.data.lengths import Lengths
+from rlhf_core.data.lengths import LEAST, Lengths
 from rlhf_core.data.prompt_sets import check_rows
 from rlhf_core.data.sources import address_of, read_rows
 from rlhf_core.data.synthetic import generate
@@ -94,7 +94,7 @@ def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
             settings = ModelFolder(config.model.path).text_config
             context = min(length_limits(settings, config.model.attention).values(), default=context)
     lengths = Lengths(context)
-    unmeasured = Limits(1, 1, 1, 1)
+    unmeasured = LEAST
     for name, _, source in config.data.sources():
         records = 0
         # An estimate must not fail. `check_data` names what is wrong with a source.
@@ -106,7 +106,9 @@ def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
                     records += 1
         if records == 0:
             unmeasured = _ASSUMED
-    return config.with_limits(fitted_limits(config.given_limits, lengths.needed(unmeasured), context))
+    return config.with_limits(
+        fitted_limits(config.given_limits, lengths.needed(config.given_limits, unmeasured), context)
+    )
 
 
 def _first_rows(config: PipelineConfig, name: SetName, source: Source) -> Iterator[Row]:

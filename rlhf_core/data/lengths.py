@@ -25,7 +25,10 @@ _OUTLIER = 2
 """A limit from the data keeps all rows of up to this multiple of the 99th percentile. A longer row would
 decide alone how much memory each batch needs.
 """
-_LEAST = Limits(1, 1, 1, 1)
+LEAST = Limits(1, 1024, 1, 1)
+"""What is needed for what no row has. Of responses, which PPO samples in any case, enough for a solution with
+its steps, as in verl's example with GSM8K.
+"""
 _SHARES_WITH = {PROMPT: (RESPONSE, NEW), RESPONSE: (PROMPT,), TEXT: ()}
 """Limits that take room of the context from another one."""
 _WHAT = {
@@ -66,11 +69,11 @@ class Lengths:
         for limited_by, tokens in lengths.items():
             self.of[limited_by][name].append(tokens)
 
-    def needed(self, unmeasured: Limits = _LEAST) -> Limits:
+    def needed(self, given: GivenLimits, unmeasured: Limits = LEAST) -> Limits:
         """Return the limits with which the sets keep all rows, except for outliers, and those of `unmeasured`
         for what no row has.
 
-        Without any response, those of the policy may be as long as the texts.
+        Without any response, those of the policy may be as long as the texts, or else as `given.new`.
         """
         prompt, response, text = (
             max((_needed(lengths) for lengths in self.of[name].values()), default=0) for name in _FIELDS
@@ -78,7 +81,7 @@ class Lengths:
         response = max(response, _needed(self.turns))
         return Limits(
             prompt or unmeasured.prompt,
-            response or text or unmeasured.response,
+            response or text or given.new or unmeasured.response,
             text or unmeasured.text,
             new=0,
         )
@@ -88,13 +91,16 @@ class Lengths:
         rows = []
         for name, wanted, limit in zip(_FIELDS, given, limits, strict=False):
             lengths = sorted(tokens for of_set in self.of[name].values() for tokens in of_set)
-            if wanted is None and not lengths:
+            if wanted is None and not lengths and name != RESPONSE:
                 continue
+            source = "the data" if wanted is None else "the configuration"
+            if wanted is None and not lengths:
+                source = "the texts" if any(self.of[TEXT].values()) else "no row: ppo.max_new_tokens"
             rows.append(
                 {
                     "field": name,
                     "tokens": limit,
-                    "from": "the data" if wanted is None else "the configuration",
+                    "from": source,
                     "p99": _percentile(lengths, 99) if lengths else None,
                     "longest": lengths[-1] if lengths else None,
                     "longer": sum(tokens > limit for tokens in lengths),

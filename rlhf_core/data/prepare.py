@@ -229,7 +229,7 @@ def _context_length(config: PipelineConfig, settings: Mapping[str, Any], vocabul
 
 def _limits(config: PipelineConfig, lengths: Lengths) -> Limits:
     """Return the limits that are given, and the others from the lengths of the rows."""
-    limits = fitted_limits(config.given_limits, lengths.needed(), lengths.context)
+    limits = fitted_limits(config.given_limits, lengths.needed(config.given_limits), lengths.context)
     overlong = config.ppo.overlong
     if overlong is not None and overlong.buffer > limits.new:
         raise ConfigError(

@@ -40,7 +40,10 @@ _OPENS = "<think>"
 _MARK = "\uf8ff"
 """A private-use character that shows where a text is in a rendering."""
 _NEUTRALISED = ("content", *_THOUGHT_FIELDS)
-_LEFT_OUT = "use one that renders tools in data.chat_template, or name `tools` in `ignore`"
+_LEFT_OUT = (
+    "use a model whose own template renders tools, or name one in data.chat_template; rows without calls can"
+    " be used without their tools: name `tools` in `ignore`"
+)
 _FOREIGN_MARKS = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]"
 """Role marks of the chat templates of other models: <|im_start|>, [INST] and similar ones."""
 _CHARS_PER_TOKEN = 256

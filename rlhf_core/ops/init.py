@@ -87,6 +87,8 @@ def _check(given: Given, answers: bool) -> None:
             f"--goal {given.goal}: needs a reward: give --pairs FILE (prompt, chosen, rejected) to train a"
             " reward model, or --prompts FILE whose rows have a field `answer`"
         )
+    if parse_address(given.model).kind == "local" and not exists(given.model):
+        raise ConfigError(f"--model {given.model}: there is no such folder; give one, or a name on the hub")
     if given.sft is None and given.pairs is None and not _is_start(given):
         raise ConfigError(
             f"--model {given.model}: has no chat template, so it must learn to answer first; give --sft FILE"
@@ -121,7 +123,7 @@ def _stages(given: Given, answers: bool) -> Iterator[str]:
     if rates is not None:
         yield f"# Learning rates: {rates.source}."
     if _is_start(given):
-        yield "sft: {enabled: false}    # the model follows instructions already"
+        yield "sft: {enabled: false}    # the policy starts from the model as it is"
     elif rates is not None:
         yield f"sft: {{optimizer: {{learning_rate: {rates.sft}}}}}"
     if given.pairs is None:

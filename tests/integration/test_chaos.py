@@ -88,12 +88,12 @@ def check(golden: Golden, case: Case, folder: Path) -> None:
     assert not result.left
 
 
-def test_ppo_saves_a_checkpoint_when_stopped_and_keeps_the_rollouts_of_its_step(
+def test_ppo_saves_a_checkpoint_when_stopped_and_samples_an_interrupted_step_again(
     golden: Golden, tmp_path: Path
 ) -> None:
     # Asked in step 1, by a SIGTERM straight to the stage's process, the first attempt leaves a checkpoint of
     # it. The second one's controller is killed in step 3, after the checkpoint of step 2, and the third one's
-    # critic in step 4: both times step 3 has its rollouts already.
+    # critic in step 4: the attempts sample steps 1, 2 and 3, 3 and 4, and 3 and 4.
     points = ("ppo.after_scoring:1:term", "ppo.after_rollout:2:kill", "critic.update:2:kill")
     result = run_case(golden, Case("ppo", points), tmp_path)
     assert result.ended and result.same, result.why
@@ -102,7 +102,7 @@ def test_ppo_saves_a_checkpoint_when_stopped_and_keeps_the_rollouts_of_its_step(
     assert (passed["ppo.after_checkpoint"], passed["ppo.after_scoring"]) == (2, 6)
     # The last attempt continues from the checkpoint of step 2, which has the evaluation of version 2.
     assert passed["ppo.after_evaluation"] == len([0, 1, 2, 3, 3, 4])
-    assert passed["engine.generate"] == 5 + passed["ppo.after_evaluation"]
+    assert passed["engine.generate"] == 7 + passed["ppo.after_evaluation"]
 
 
 @pytest.mark.parametrize(

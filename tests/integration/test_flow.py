@@ -259,12 +259,8 @@ def test_a_killed_stage_continues_and_the_second_run_reuses_all(
     assert second["mlflow_run_id"] == first["mlflow_run_id"]
     assert sorted((home / "logs").rglob("*-??.log")) == logs
     assert task_states(home) == ["Skipped", "Skipped"]
-    assert metrics_of(home, second["mlflow_run_id"]) == [
-        ("data/loss", 0.5),
-        ("data/start", 0.0),
-        ("sft/loss", 0.5),
-        ("sft/start", 2.0),
-    ]
+    # Once, and of these stages there is no other main metric.
+    assert [name for name, _ in metrics_of(home, second["mlflow_run_id"])] == ["hours"]
     assert nothing_left(tmp_path)
 
 

@@ -30,7 +30,8 @@ def test_schedule_is_as_before_after_down_and_up(tmp_path: Path) -> None:
     try:
         assert f'rlhf-retrain/weekly: {CONFIG}, "0 2 * * 0" in Asia/Tokyo, active' in printed
         created = servers.deployment("weekly")
-        expected = {"config": str(CONFIG), "overrides": ["ppo.steps=2"], "min_new_rows": 5}
+        overrides = [f'run.home="{home}"', "ppo.steps=2"]
+        expected = {"config": str(CONFIG), "overrides": overrides, "min_new_rows": 5}
         assert created["parameters"] == expected
         [schedule] = created["schedules"]
         assert schedule["active"] and not created["paused"]

@@ -182,7 +182,7 @@ def test_calls_of_rank_zero_run_in_the_stages_process(
     assert metrics.rows == [(3, {"train/loss": 0.5})] and metrics.flushes == 1
     assert metrics.files == ["reward/examination.json"] and metrics.figures == ["reliability"]
     assert progress.reports == [("sft", 3, 10, "steps")]
-    assert isinstance(checkpoints, FolderCheckpoints) and checkpoints.scores == {3: -0.5, 2: -0.7}
+    assert isinstance(checkpoints, FolderCheckpoints) and checkpoints.scores == {3: -0.5}
     assert ("rlhf_core.stages", logging.WARNING, "rows are padded") in caplog.record_tuples
 
 
