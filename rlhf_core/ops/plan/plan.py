@@ -440,7 +440,11 @@ def _say_rows(plan: Plan, console: Console) -> None:
         table.add_row(work.stage, f"{work.rows:,} {work.what}", f"{work.steps:,}", *times)
     console.print(table)
     every = sum(work.seconds for work in plan.work)
-    console.print(f"training, estimated: {duration(every)} in all. {_DOUBT}\n", highlight=False)
+    doubt = "" if plan.hardware.device.is_cpu else f" {_DOUBT}"
+    console.print(
+        f"training, estimated: {duration(every)} in all; data, evaluation and starts come on top.{doubt}\n",
+        highlight=False,
+    )
 
 
 _DOUBT = f"The one PPO step that was measured, on one GPU, took {MEASURED} times as long as estimated."

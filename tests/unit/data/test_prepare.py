@@ -32,12 +32,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.data import Source
+from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, GivenLimits, Limits, Source, fitted_limits
 from rlhf_core.data import examples
 from rlhf_core.data.card import _sources as card_sources
 from rlhf_core.data.card import card_markdown, limits_of, overlap, sources_of_models
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import EncodedRecord, held_out, split_key, split_position
+from rlhf_core.data.lengths import Lengths
 from rlhf_core.data.prepare import _too_few_held_out, prepare
 from rlhf_core.data.sources import source_digests
 from rlhf_core.data.tokenizer import TINY_TEMPLATE, load_decoder
@@ -745,3 +746,15 @@ def test_nothing_is_made_of_data_that_are_not_those_of_the_stages_key(tmp_path: 
     ):
         run(config, context)
     assert list(out.iterdir()) == []
+
+
+def test_questions_alone_leave_room_for_answers() -> None:
+    lengths, nothing = Lengths(512), GivenLimits(None, None, None, None)
+    lengths.add("prompts", {PROMPT: 100})
+    limits = fitted_limits(nothing, lengths.needed(nothing), 512)
+    assert limits == Limits(100, 412, 1, 412)
+    rows = {row["field"]: row["from"] for row in lengths.table(nothing, limits)}
+    assert rows[RESPONSE] == "no row: ppo.max_new_tokens"
+    assert lengths.needed(nothing._replace(new=64)).response == 64
+    lengths.add("sft", {TEXT: 200})
+    assert lengths.needed(nothing).response == 200, "as long as the texts"
