@@ -34,7 +34,7 @@ MAX_ARRAY_BYTES = 2 * 2**30
 """Maximum size of a .json file. Its array is parsed as a whole, which needs several times its size."""
 BEGINNING_ROWS = 20
 """Number of rows that are read before the run. `check_beginning` refuses a file if none of them is usable."""
-_BATCH_ROWS = 64
+_BATCH_ROWS = 16
 """Rows of a parquet file that are decoded at once. A few bytes of it can be a thousand copies of a long text.
 """
 _SMALL_ARRAY_BYTES = 8_000_000

@@ -85,7 +85,7 @@ def render(report: Report) -> str:
     models = [model for model in MODELS if model in evaluation["eos_rate"]]
     policy = main_policy(models)
     own = results_of(evaluation, policy)
-    titles = titles_of(evaluation["ppo_algorithm"])
+    titles = titles_of(evaluation["rl_algorithm"])
     verdict, tone = _verdict(own["win_rate"], titles[policy])
     sets = evaluation.get("regression", {})
     page = environment().get_template("report.html.j2")

@@ -306,10 +306,10 @@ class _Follower:
                 # After an outcome, it is of a job that its scheduler has started again.
                 self._outcome = None
                 self._on_event(event)
+        known, self._progress = self._progress, progress  # before the calls, as above
         for event in progress:
-            if event not in self._progress:
+            if event not in known:
                 self._on_event(event)
-        self._progress = progress
 
     def _tell_reason(self, name: str, reason: str) -> None:
         if reason and reason != self._reason:

@@ -215,7 +215,7 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
 
     title, columns = _evaluated(summaries) if "evaluate" in summaries[0] else _sampled(summaries)
     sampled = summaries[0]["sample"]
-    answered = titles_of(sampled.get("ppo_algorithm", "PPO"))[sampled["policy"]]
+    answered = titles_of(sampled.get("rl_algorithm", "PPO"))[sampled["policy"]]
     table = Table(title=title, caption=f"pairs, best: answers of {answered}")
     for column in ("round", *columns, "pairs", "best", "run"):
         table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
@@ -233,7 +233,7 @@ def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, l
     name = "score" if measure is None else measure.removeprefix("rules/").replace("_", " ")
     scores = [evaluation.get(measure, {}) for evaluation in evaluations]
     policy = summaries[0].get("policy", "ppo")
-    titles = titles_of(evaluations[0].get("ppo_algorithm", "PPO"))
+    titles = titles_of(evaluations[0].get("rl_algorithm", "PPO"))
     columns = {titles[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", policy)}
     tables = [evaluation.get("policies", {}).get(policy, {}) for evaluation in evaluations]
     columns["win rate"] = [_mean(table.get("win_rate")) for table in tables]

@@ -92,11 +92,11 @@ def _implicit_rewards(ref: ArtifactRef) -> dict[str, Any] | None:
 def _sampled(ref: ArtifactRef) -> dict[str, Any]:
     counts = {name: int(ref.metrics.get(name, 0)) for name in ("pairs", "best")}
     # Answers of PPO's policy have no attribute.
-    return {**counts, "policy": ref.attributes.get("policy", "ppo"), "ppo_algorithm": _algorithm(ref)}
+    return {**counts, "policy": ref.attributes.get("policy", "ppo"), "rl_algorithm": _algorithm(ref)}
 
 
 def _algorithm(ref: ArtifactRef) -> str:
-    return ref.attributes.get("ppo_algorithm", "PPO")  # artifacts of earlier releases do not name it
+    return ref.attributes.get("rl_algorithm", "PPO")  # artifacts of earlier releases do not name it
 
 
 def _registration(ref: ArtifactRef) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _registration(ref: ArtifactRef) -> dict[str, Any]:
 
 
 def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
-    found: dict[str, Any] = {"ppo_algorithm": _algorithm(ref)}
+    found: dict[str, Any] = {"rl_algorithm": _algorithm(ref)}
     metrics = {name: value for name, value in ref.metrics.items() if not name.startswith("by_source/")}
     if policies := {policy: table for policy in POLICIES if (table := _of_policy(ref, policy))}:
         found["policies"] = policies
@@ -271,7 +271,7 @@ def _rows_of_implicit_rewards(found: Mapping[str, Any]) -> list[tuple[str, str]]
 
 
 def _rows_of_samples(sampled: Mapping[str, Any]) -> list[tuple[str, str]]:
-    name = f"sampled pairs, demonstrations, {titles_of(sampled['ppo_algorithm'])[sampled['policy']]}"
+    name = f"sampled pairs, demonstrations, {titles_of(sampled['rl_algorithm'])[sampled['policy']]}"
     return [(name, f"{sampled['pairs']}, {sampled['best']}")]
 
 
@@ -290,7 +290,7 @@ def _rows_of_registration(registered: Mapping[str, Any]) -> list[tuple[str, str]
 
 def _rows_of_evaluation(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
-    policies, titles = evaluation.get("policies", {}), titles_of(evaluation["ppo_algorithm"])
+    policies, titles = evaluation.get("policies", {}), titles_of(evaluation["rl_algorithm"])
     judge = _judged(evaluation, titles)
     for policy, table in policies.items():
         rows += _rows_of_win_rate(table, OVER_SFT, f"win rate, {titles[policy]} over SFT{judge}")

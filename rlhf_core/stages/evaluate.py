@@ -131,7 +131,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         unscored=len(sources) - len(measured.sources),
     )
     evaluation = evaluation_json(responses, measured, comparisons, facts, interval, others)
-    evaluation["ppo_algorithm"] = config.ppo.title
+    evaluation["rl_algorithm"] = config.ppo.title
     # The first ones are not selected, so that they are representative.
     shown = range(min(config.evaluate.samples, len(scored_answers["sft"])))
     samples = sample_rows(scored_answers, comparisons, shown)
@@ -143,7 +143,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     attributes = {
         "prompts": len(prompts),
         "judge": scoring.judge_name(config, judge),
-        "ppo_algorithm": config.ppo.title,
+        "rl_algorithm": config.ppo.title,
     }
     for name, is_trained_on in facts.trained_on.items():
         attributes[flat_name("judge_trained_on", name)] = is_trained_on

@@ -131,7 +131,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     context.metrics.log_metrics({f"sample/{name}": value for name, value in metrics.items()}, 0)
     context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])
     context.metrics.flush()
-    attributes = {"judge": scoring.judge_name(config, settings.judge), "ppo_algorithm": config.ppo.title}
+    attributes = {"judge": scoring.judge_name(config, settings.judge), "rl_algorithm": config.ppo.title}
     attributes |= {} if settings.policy == "ppo" else {"policy": settings.policy}
     return StageResult(metrics, attributes)
 

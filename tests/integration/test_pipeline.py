@@ -299,7 +299,7 @@ def test_samples_of_the_policy_are_the_data_of_a_second_round(golden: Golden) ->
         [json.loads(line) for line in (samples / name).read_text().splitlines()]
         for name in ("best.jsonl", "pairs.jsonl")
     )
-    assert counts == {"policy": "dpo", "ppo_algorithm": "PPO", "best": len(best), "pairs": len(pairs)}
+    assert counts == {"policy": "dpo", "rl_algorithm": "PPO", "best": len(best), "pairs": len(pairs)}
     assert 0 < len(pairs) <= len(best) <= 40
     training = {prompt.prompt for prompt in load_prompts(golden.fetch("data"), "train")}
     assert {row["prompt"] for row in best} <= training

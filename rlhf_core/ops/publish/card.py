@@ -44,7 +44,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         )  # fmt: skip
         evaluation = {}
     own = results_of(evaluation, policy.trained_by) if evaluation else {}
-    titles = titles_of(evaluation.get("ppo_algorithm", "PPO"))
+    titles = titles_of(evaluation.get("rl_algorithm", "PPO"))
     base, first_base = _base(policy)[0], _base(_first(policy))
     licence, sources, tags = _base_licence(policy), _data_sources(policy), policy.version.tags
     is_identifier = re.fullmatch(r"[\w.-]+", licence) and licence != _UNKNOWN

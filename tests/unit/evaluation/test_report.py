@@ -77,7 +77,7 @@ def of_policy(win: float = 0.8, trained: bool = False) -> dict[str, Any]:
 def evaluation(win: float = 0.8) -> dict[str, Any]:
     pair = {"sft": interval(0.25), "ppo": interval(1.5), "difference": {"ppo": interval(1.25)}}
     return {
-        "policies": {"ppo": of_policy(win)}, "ppo_algorithm": "PPO", "judge": "gold", "inconsistent": 0.0,
+        "policies": {"ppo": of_policy(win)}, "rl_algorithm": "PPO", "judge": "gold", "inconsistent": 0.0,
         "gold_reward": pair,
         "reward_model": None, "rules": {"keywords": pair},
         "lengths": {"sft": interval(30), "ppo": interval(34), "difference": {"ppo": interval(4)}},
@@ -289,7 +289,7 @@ def test_verdict_follows_from_the_interval(win: float, verdict: str) -> None:
 
 
 def test_report_names_the_algorithm_that_ran() -> None:
-    text = parse(render(report(evaluation=evaluation() | {"ppo_algorithm": "GRPO"}))).text
+    text = parse(render(report(evaluation=evaluation() | {"rl_algorithm": "GRPO"}))).text
     assert "The GRPO policy beats the SFT model" in text and "PPO" not in text
 
 

@@ -87,7 +87,7 @@ def test_the_summary_has_the_documented_fields() -> None:
 def test_the_summary_has_the_rows_of_the_stage_sample() -> None:
     sampled = ref("sample", pairs=7.0, best=9.0)
     summary = summarize({"sample": StageRecord(sampled, 1.0, False)}, 1.0, IDENTITY)
-    assert summary["sample"] == {"pairs": 7, "best": 9, "policy": "ppo", "ppo_algorithm": "PPO"}
+    assert summary["sample"] == {"pairs": 7, "best": 9, "policy": "ppo", "rl_algorithm": "PPO"}
     assert ("sampled pairs, demonstrations, PPO", "7, 9") in results(summary)
     sampled = replace(sampled, attributes={"policy": "sft"})
     summary = summarize({"sample": StageRecord(sampled, 1.0, False)}, 1.0, IDENTITY)
@@ -124,7 +124,7 @@ def test_the_first_rows_are_the_promotion_and_the_win_rate() -> None:
 
 
 def test_tables_name_the_algorithm_that_ran() -> None:
-    summary = finished(ppo_algorithm="GRPO", judge="rules", judge_trained_on="True")
+    summary = finished(rl_algorithm="GRPO", judge="rules", judge_trained_on="True")
     names = [name for name, _ in results(summary)]
     assert "win rate, GRPO over SFT (judge: rules, which GRPO was trained on)" in names
     assert not any("PPO" in name for name in names)
@@ -235,7 +235,7 @@ def test_partial_summary_omits_other_stages() -> None:
 def test_incomplete_interval_is_not_reported() -> None:
     made = StageRecord(ref("evaluate", **{"win_rate/mean": 0.8, "kl": 1.0}), 1.0, False)
     assert summarize({"evaluate": made}, 1.0, IDENTITY)["evaluate"] == {
-        "ppo_algorithm": "PPO",
+        "rl_algorithm": "PPO",
         "policies": {"ppo": {"kl": 1.0}},
     }
 

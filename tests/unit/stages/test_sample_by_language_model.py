@@ -114,7 +114,7 @@ def test_wins_ties_and_losses_are_the_scores(context: StageContext, tmp_path: Pa
     assert not any("a cut answer" in question for question in server.questions)
     assert result.metrics["language_model/agreement/mean"] == 1.0
     assert result.metrics["language_model/requests"] == len(server.requests)
-    assert result.attributes == {"judge": "language model judge-1", "ppo_algorithm": "PPO"}
+    assert result.attributes == {"judge": "language model judge-1", "rl_algorithm": "PPO"}
     check_gate(config_of(tmp_path, **at(server)), "sample", result.metrics)
 
 
@@ -186,7 +186,7 @@ def test_a_local_model_judges_with_the_engines_of_the_evaluation(
         folder,
     ]
     assert [row["chosen"] for row in rows(context, "pairs.jsonl")] == ["light blue"]
-    assert result.attributes == {"judge": "language model judge", "ppo_algorithm": "PPO"}
+    assert result.attributes == {"judge": "language model judge", "rl_algorithm": "PPO"}
 
 
 def keys_of(change: Callable[[dict[str, Any]], None], judge: str) -> tuple[str, str]:
