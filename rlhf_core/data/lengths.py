@@ -95,7 +95,7 @@ class Lengths:
                 continue
             source = "the data" if wanted is None else "the configuration"
             if wanted is None and not lengths:
-                source = "the texts" if any(self.of[TEXT].values()) else "no row: ppo.max_new_tokens"
+                source = "the texts" if any(self.of[TEXT].values()) else "no row"
             rows.append(
                 {
                     "field": name,

@@ -340,7 +340,7 @@ def _check_enough(
     config: PipelineConfig, name: SetName, usable: int, counts: SetCounts, lengths: Lengths, limits: Limits
 ) -> None:
     """Raise DataError if too few rows of a set are left."""
-    needed = max(config.data.min_rows, 1)
+    needed = max(config.data.min_rows, 2)  # one for training, one held out
     if not getattr(config.data, name) or usable >= needed:
         return
     # The reasons of rows that a limit dropped have the name of its field.

@@ -342,6 +342,12 @@ def test_nothing_left_after_filtering_names_the_limit_to_raise(tmp_path: Path) -
     )
 
 
+def test_one_row_that_is_left_is_too_few_and_names_the_limit_that_took_the_others(tmp_path: Path) -> None:
+    rows = [{**pair, "prompt": pair["prompt"] + " and more" * 30} for pair in pairs(12)]
+    with pytest.raises(DataError, match=r"data\.sft: 1 of 12 rows left .*11 prompt longer than.*at least 2"):
+        prepared(files(tmp_path, [*rows[:11], *pairs(1)], max_prompt_tokens=20, min_rows=0), tmp_path / "out")
+
+
 def test_a_given_limit_that_takes_the_context_is_the_one_to_lower(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         config = files(tmp_path, pairs(12))
@@ -754,7 +760,7 @@ def test_questions_alone_leave_room_for_answers() -> None:
     limits = fitted_limits(nothing, lengths.needed(nothing), 512)
     assert limits == Limits(100, 412, 1, 412)
     rows = {row["field"]: row["from"] for row in lengths.table(nothing, limits)}
-    assert rows[RESPONSE] == "no row: ppo.max_new_tokens"
+    assert rows[RESPONSE] == "no row"
     assert lengths.needed(nothing._replace(new=64)).response == 64
     lengths.add("sft", {TEXT: 200})
     assert lengths.needed(nothing).response == 200, "as long as the texts"
