@@ -37,6 +37,8 @@ BEGINNING_ROWS = 20
 _BATCH_ROWS = 16
 """Rows of a parquet file that are decoded at once. A few bytes of it can be a thousand copies of a long text.
 """
+_MOST_LONG_ROWS = 100
+"""Rows beyond `MAX_ROW_BYTES` at which the reading of a parquet file ends: each takes as long as its text."""
 _SMALL_ARRAY_BYTES = 8_000_000
 """Maximum size of a .json file that `check_beginning` parses. An array can only be parsed as a whole."""
 _BOM = b"\xef\xbb\xbf"
@@ -544,6 +546,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     import pyarrow.parquet as pq
 
     number = 0
+    long_rows: list[int] = []
     try:
         names = pq.read_schema(stream).names
         repeated = sorted(name for name in names if names.count(name) > 1)
@@ -556,7 +559,14 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
             for row in batch.to_pylist():
                 number += 1
                 if _text_size(row) > MAX_ROW_BYTES:
-                    yield BadRow(file, number, f"longer than {MAX_ROW_BYTES // 2**20} MiB", "")
+                    long_rows.append(number)
+                    reason = f"longer than {MAX_ROW_BYTES // 2**20} MiB"
+                    if len(long_rows) == _MOST_LONG_ROWS:
+                        raise DataError(
+                            f"{file}:{long_rows[0]}: {reason}, and so are {_MOST_LONG_ROWS} rows; leave them"
+                            " out"
+                        )
+                    yield BadRow(file, number, reason, "")
                 else:
                     yield Row(file, number, row)
     except UnicodeDecodeError as error:

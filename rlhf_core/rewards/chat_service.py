@@ -107,9 +107,12 @@ def ask_service(
     url = f"{str(settings.url).rstrip('/')}/chat/completions"
     lock = threading.Lock()
     in_row = 0
+    has_ended = False
 
     def ask(question: str) -> None:
-        nonlocal in_row
+        nonlocal in_row, has_ended
+        if has_ended:
+            return  # its thread has begun before the others were cancelled
         if in_row >= _FAILED_IN_ROW and failed is not None:
             failed(question, f"it was not asked, because {settings.url} gave others no answer")
             return
@@ -122,6 +125,7 @@ def ask_service(
             )
         except Failure as error:
             if failed is None:
+                has_ended = True
                 tries = "" if isinstance(error, Refused) else f", after {settings.retries + 1} tries"
                 raise RewardError(f"{field}: {error}{tries}") from error
             with lock:

@@ -432,7 +432,7 @@ def _say_rows(plan: Plan, console: Console) -> None:
         if PPO in plan.steps:
             count = plan.config.ppo.steps
             steps.append(f"all {count} of {PPO} {duration(count * plan.steps[PPO])}")
-        console.print(f"time, estimated: {', '.join(steps)}. {_DOUBT}\n", highlight=False)
+        console.print(f"time, estimated: {', '.join(steps)}.{_doubt(plan)}\n", highlight=False)
         return
     table = Table("stage", "trains on", "steps", "a step", "in all")
     for work in plan.work:
@@ -440,14 +440,17 @@ def _say_rows(plan: Plan, console: Console) -> None:
         table.add_row(work.stage, f"{work.rows:,} {work.what}", f"{work.steps:,}", *times)
     console.print(table)
     every = sum(work.seconds for work in plan.work)
-    doubt = "" if plan.hardware.device.is_cpu else f" {_DOUBT}"
     console.print(
-        f"training, estimated: {duration(every)} in all; data, evaluation and starts come on top.{doubt}\n",
+        f"training, estimated: {duration(every)} in all; data, evaluation and starts come on top."
+        f"{_doubt(plan)}\n",
         highlight=False,
     )
 
 
-_DOUBT = f"The one PPO step that was measured, on one GPU, took {MEASURED} times as long as estimated."
+def _doubt(plan: Plan) -> str:
+    if plan.hardware.device.is_cpu:
+        return ""
+    return f" The one PPO step that was measured, on one GPU, took {MEASURED} times as long as estimated."
 
 
 def _say_phases(plan: Plan, say: Any) -> None:

@@ -249,9 +249,9 @@ BAD_TABLES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
         parquet([("prompt", [text.encode() for text in TEXTS])]),
         ("'prompt' must be a string or a list of messages; got binary data; save the column as text",),
     ),
-    "two hundred rows of 20 MiB in a few bytes": (
+    "a thousand rows of 20 MiB in a few bytes": (
         "a.parquet",
-        bomb(200),
+        bomb(1000),
         ("a.parquet:1: longer than 16 MiB",),
     ),
     "a hundred messages of 20 MiB in a few bytes": (
