@@ -405,6 +405,7 @@ class ClusterNodes:
                 host.participants = [
                     each for each in host.participants if names is not None and each.name not in names
                 ]
+                host.pending = None  # a report that is under way may still have them
 
     def _try_all(
         self, method: Callable[Concatenate[NodeAgent, P], R], *args: P.args, **kwargs: P.kwargs

@@ -232,6 +232,8 @@ class Monitor:
         self._saved = False
         """Whether the stacks of the present stall have been saved."""
         self._lock = threading.Lock()
+        self._polling = threading.Lock()
+        """Held for a whole poll: what it has read before a `kill` must not come back after it."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat monitor", daemon=True)
 
@@ -334,18 +336,19 @@ class Monitor:
 
     def kill(self, names: Sequence[str] | None = None) -> None:
         """Send SIGKILL to the participants `names` (None: all but this process), and forget them."""
-        killed = [
-            participant
-            for participant in self._all()
-            if (names is None or participant.name in names) and not _is_this_process(participant)
-        ]
-        kill([participant.process for participant in killed if participant.is_local])
-        if self._other_hosts is not None:
-            self._other_hosts.kill(names)
-        with self._lock:
-            for participant in killed:
-                _heartbeat_file(self.folder, participant.name).unlink(missing_ok=True)
-                self._participants.pop(participant.name, None)
+        with self._polling:
+            killed = [
+                participant
+                for participant in self._all()
+                if (names is None or participant.name in names) and not _is_this_process(participant)
+            ]
+            kill([participant.process for participant in killed if participant.is_local])
+            if self._other_hosts is not None:
+                self._other_hosts.kill(names)
+            with self._lock:
+                for participant in killed:
+                    _heartbeat_file(self.folder, participant.name).unlink(missing_ok=True)
+                    self._participants.pop(participant.name, None)
 
     # -- polling --
 
@@ -377,20 +380,23 @@ class Monitor:
 
     def _poll(self, passed: float, *, fresh: bool = False) -> None:
         """Read all heartbeat files; `passed`: seconds since the last poll."""
-        elsewhere = [] if self._other_hosts is None else self._other_hosts.participants(passed, fresh=fresh)
-        with self._lock:
-            before, self._participants = self._participants, {}
-            for file in sorted(self.folder.glob("*.heartbeat")):
-                name = file.stem.replace("_", " ")
-                previous = before.get(name)
-                participant = _read(file, name) or previous
-                if participant is None:
-                    continue
-                participant.state = _state(participant)
-                if previous is not None and _unchanged(previous, participant):
-                    participant.seconds = previous.seconds + passed
-                self._participants[name] = participant
-            self._participants.update({each.name: each for each in elsewhere})
+        with self._polling:
+            elsewhere = (
+                [] if self._other_hosts is None else self._other_hosts.participants(passed, fresh=fresh)
+            )
+            with self._lock:
+                before, self._participants = self._participants, {}
+                for file in sorted(self.folder.glob("*.heartbeat")):
+                    name = file.stem.replace("_", " ")
+                    previous = before.get(name)
+                    participant = _read(file, name) or previous
+                    if participant is None:
+                        continue
+                    participant.state = _state(participant)
+                    if previous is not None and _unchanged(previous, participant):
+                        participant.seconds = previous.seconds + passed
+                    self._participants[name] = participant
+                self._participants.update({each.name: each for each in elsewhere})
 
 
 def _culprits(participants: list[Participant]) -> list[Participant]:

@@ -2,6 +2,7 @@
 
 - a host that does not answer within the limit is lost with its processes, and is not waited for again
 - a report that comes late is taken, and the host is not lost
+- a report that was under way while its process was killed is not taken
 - an error of Ray, such as the death of an agent, names the host
 """
 
@@ -35,6 +36,7 @@ class Agent:
         self._node_id = node_id
         self._waiting: Future[list[Participant]] | None = None
         self._answers = True
+        self._names = [f"rank on {self.host}"]
 
     @property
     def host(self) -> str:
@@ -50,6 +52,9 @@ class Agent:
     def fetch_artifacts(self, _refs: object) -> list[Path]:
         return []
 
+    def kill(self, names: list[str]) -> None:
+        self._names = [name for name in self._names if name not in names]
+
     def upload(self, _target: str) -> None:
         self._fail()
 
@@ -57,7 +62,7 @@ class Agent:
         self.asked += 1
         if self._answers:
             return self._participants()
-        self._waiting = Future()
+        self._waiting, self._found = Future(), self._participants()
         return self._waiting
 
     def fall_silent(self) -> None:
@@ -67,10 +72,10 @@ class Agent:
         """Answer the call that waits, and all later ones."""
         self._answers = True
         assert self._waiting is not None
-        self._waiting.set_result(self._participants())
+        self._waiting.set_result(self._found)
 
     def _participants(self) -> list[Participant]:
-        return [Participant(f"rank on {self.host}", ProcessId(1, 0), self.host, 1, 600.0, "step")]
+        return [Participant(name, ProcessId(1, 0), self.host, 1, 600.0, "step") for name in self._names]
 
     def _fail(self) -> None:
         if self.error is not None:
@@ -133,6 +138,15 @@ def test_a_late_report_is_taken(nodes: ClusterNodes, agents: list[Agent]) -> Non
     agents[1].answer()
     [_, answered] = nodes.participants(1.0, fresh=False)
     assert (answered.state, answered.seconds) == ("running", 0.0)
+
+
+def test_a_report_from_before_a_kill_is_not_taken(nodes: ClusterNodes, agents: list[Agent]) -> None:
+    states(nodes, fresh=True)
+    agents[1].fall_silent()
+    states(nodes)
+    nodes.kill(["rank on host-3"])
+    agents[1].answer()
+    assert [each.name for each in nodes.participants(1.0, fresh=False)] == ["rank on host-2"]
 
 
 def test_an_error_of_an_agent_names_its_host(
