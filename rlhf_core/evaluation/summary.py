@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RewardError
-from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MEASURES, OVER_SFT, PPO_OVER_DPO, flat_name
+from rlhf_core.evaluation.measures import (
+    LENGTH_CONTROLLED,
+    MEASURES,
+    OVER_SFT,
+    PPO_OVER_DPO,
+    flat_name,
+    main_policy,
+)
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
@@ -23,7 +30,7 @@ from rlhf_core.evaluation.statistics import (
     win_rate,
 )
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import PairExample, PromptExample, RewardInput
+from rlhf_core.types import AnsweredPrompt, PairExample, PromptExample, RewardInput
 
 T = TypeVar("T")
 
@@ -439,6 +446,46 @@ def notable_rows(
     }
 
 
+def answered_prompts(
+    answers: Mapping[str, Sequence[Answer]],
+    comparisons: Mapping[str, Comparison],
+    titles: Mapping[str, str],
+    judge: str,
+    count: int,
+) -> list[AnsweredPrompt]:
+    """Return the first `count` prompts with all answers, the verdicts and the scores of the main policy.
+
+    `change` is its score by the first measure minus that of the SFT model.
+
+    Args:
+        answers: (n,) answers of each model.
+        comparisons: Each policy against the SFT model.
+        titles: Title of each model.
+        judge: Name of the judge.
+        count: Number of prompts.
+    """
+    policy = main_policy(answers)
+    models = [policy, *(model for model in answers if model != policy)]
+    found = []
+    for i, (answer, before) in enumerate(zip(answers[policy][:count], answers["sft"], strict=False)):
+        assessments: dict[str, float | str] = {}
+        for name, comparison in comparisons.items():
+            winner = _winner(comparison, i, name)
+            assessments[flat_name("winner", name)] = titles.get(winner, winner)
+        assessments |= answer.scores
+        measure = next(iter(answer.scores), "")
+        if measure in before.scores:
+            assessments["change"] = answer.scores[measure] - before.scores[measure]
+        texts = {titles[model]: answers[model][i].sample.response for model in models}
+        found.append(AnsweredPrompt(answer.sample.prompt, texts, assessments, judge))
+    return found
+
+
+def _winner(comparison: Comparison, index: int, policy: str) -> str:
+    """Return the policy, `sft` or `tie`."""
+    return {1.0: policy, 0.5: "tie", 0.0: "sft"}[comparison.preferences[index]]
+
+
 def sample_rows(
     answers: Mapping[str, Sequence[Answer]], comparisons: Mapping[str, Comparison], indices: Iterable[int]
 ) -> list[dict[str, Any]]:
@@ -461,8 +508,7 @@ def sample_rows(
         }
         # Another order of the fields would give the pages of votes another digest (`review.blind_pairs`).
         for policy, comparison in comparisons.items():
-            winners = {1.0: policy, 0.5: "tie", 0.0: "sft"}
-            row[flat_name("winner", policy)] = winners[comparison.preferences[i]]
+            row[flat_name("winner", policy)] = _winner(comparison, i, policy)
             if comparison.groups is not None and comparison.groups[i] != first.sample.prompt_id:
                 row["group"] = comparison.groups[i]
         rows.append(row)

@@ -18,7 +18,7 @@ from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import ArtifactRef, StageContext
+from rlhf_core.types import AnsweredPrompt, ArtifactRef, StageContext
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.plots import StepMetrics
@@ -44,6 +44,8 @@ class Samples(NamedTuple):
     """Rows of `samples.jsonl`, which are not selected."""
     notable: Mapping[str, list[dict[str, Any]]]
     """Further rows, by what they were selected for."""
+    answered: list[AnsweredPrompt]
+    """For the pages of the tracker."""
 
 
 def write_evaluation(
@@ -88,6 +90,7 @@ def write_evaluation(
     (out / "report.html").write_text(html, encoding="utf-8")
     context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
     context.metrics.log_table("samples", [_table_row(row) for row in samples.first])
+    context.metrics.log_answers(samples.answered)
     context.metrics.log_file(out / "report.html")
     context.metrics.flush()
 
