@@ -1,4 +1,5 @@
-"""The evaluation as one HTML file without scripts or external resources. Its links stay on the page.
+"""The evaluation as one HTML file without scripts or external resources. Its links stay on the page, and its
+style shows the values of a figure at the pointer.
 
 `report.html.j2` is the page and `report.css` its style. Prompts and responses are untrusted text: jinja2
 escapes every value, `_visible` replaces control and direction characters, and a content security policy in
@@ -7,15 +8,15 @@ the page blocks scripts and requests.
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
+from markupsafe import Markup
 
 from rlhf_core.evaluation.measures import (
     MEASURES,
@@ -29,6 +30,9 @@ from rlhf_core.evaluation.measures import (
 )
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 
+if TYPE_CHECKING:
+    from rlhf_core.evaluation.plots import Image
+
 _JUDGES = {
     "gold": "the gold reward",
     "judge_model": "a second reward model, trained with other pairs",
@@ -36,6 +40,8 @@ _JUDGES = {
     "rules": "the weighted sum of rule rewards",
 }
 
+_SHOWN = 5
+"""Samples that are open; the reader opens the others."""
 # Control characters except tab and newline, marks that change the direction of text, byte order marks and
 # surrogates, which UTF-8 cannot encode.
 _INVISIBLE = re.compile(
@@ -45,11 +51,11 @@ _INVISIBLE = re.compile(
 
 @dataclass(frozen=True)
 class Plot:
-    """One image of the report."""
+    """One figure of the report."""
 
     title: str
     caption: str
-    png: bytes
+    image: Image
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ def render(report: Report) -> str:
         name=report.name,
         evaluation=evaluation,
         samples=report.samples,
+        shown=_SHOWN,
         plots=report.plots,
         config=report.config,
         lineage=report.lineage,
@@ -176,7 +183,6 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     pages.filters.update(
-        base64=lambda data: base64.b64encode(data).decode(),
         changes=_changes,
         column=lambda by_model, name: {model: values[name] for model, values in by_model.items()},
         fixed=lambda value, digits: f"{value:.{digits}f}",
@@ -186,6 +192,7 @@ def environment() -> Environment:
         percent=lambda value, digits=1: f"{value:.{digits}%}",
         points=_points,
         signed=_signed,
+        svg=lambda content: Markup(_visible(content)),
     )
     return pages
 

@@ -18,7 +18,7 @@ from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import AnsweredPrompt, ArtifactRef, StageContext
+from rlhf_core.types import AnsweredPrompt, StageContext
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.plots import StepMetrics
@@ -79,13 +79,11 @@ def write_evaluation(
     images: list[report.Plot] = []
     figures = [_distribution(measured, titles)]
     if "ppo" in context.inputs:
-        history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
-        figures = [*_figures(history, figures[0]), *evaluation_figures(config, context)]
+        figures = [*_figures(_history(context), figures[0]), *evaluation_figures(config, context)]
     for name, title, caption, figure in figures:
-        png = plots.to_png(figure)
-        (out / "figures" / f"{name}.png").write_bytes(png)
+        (out / "figures" / f"{name}.png").write_bytes(plots.to_png(figure))
         context.metrics.log_figure(name, figure)
-        images.append(report.Plot(title, caption, png))
+        images.append(report.Plot(title, caption, plots.to_image(figure)))
     html = report.render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
     context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
@@ -93,6 +91,13 @@ def write_evaluation(
     context.metrics.log_answers(samples.answered)
     context.metrics.log_file(out / "report.html")
     context.metrics.flush()
+
+
+def _history(context: StageContext) -> StepMetrics:
+    """Return the metrics of the steps of PPO."""
+    from rlhf_core.evaluation import plots
+
+    return plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
 
 
 def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFigure:
@@ -105,7 +110,7 @@ def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFig
         "reward_distribution",
         "Reward distribution before and after",
         "Scores of both models' responses to the same held-out prompts; dashed lines are the means.",
-        plots.reward_distribution(shown, titles[policy]),
+        plots.reward_distribution(shown, titles[policy], plots.DPO if policy == "dpo" else plots.PPO),
     )
 
 
@@ -191,9 +196,10 @@ def _report(
     dump = config.model_dump(mode="json", by_alias=True)
     dpo = ["dpo"] if config.dpo.enabled else []
     sections = {name: dump[name] for name in ("model", "data", "sft", "reward", *dpo, "ppo", "evaluate")}
-    trained = {f"{config.ppo.title} steps": str(config.ppo.steps)} if config.ppo.enabled else {}
-    if not config.ppo.enabled:
-        trained["DPO"] = f"beta {config.dpo.beta:g}, at most {_epochs(config.dpo.epochs)}"
+    if config.ppo.enabled:
+        trained = {f"{config.ppo.title} steps": str(config.ppo.steps), "guards raised": _guards(context)}
+    else:
+        trained = {"DPO": f"beta {config.dpo.beta:g}, at most {_epochs(config.dpo.epochs)}"}
     inputs = context.lineage.inputs if context.lineage else {}
     return Report(
         name=config.run.name,
@@ -202,7 +208,10 @@ def _report(
         notable=samples.notable,
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
-        lineage=[(stage, _minutes(ref), ref.key, ref.digest) for stage, ref in inputs.items()],
+        lineage=[
+            (stage, _minutes(ref.attributes.get("seconds")), ref.key, ref.digest)
+            for stage, ref in inputs.items()
+        ],
         data_card=_data_card(context.data),
         is_best_version=config.ppo.enabled and config.ppo.publish == "best",
         shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),
@@ -211,12 +220,20 @@ def _report(
             **trained,
             "seed": str(config.run.seed),
             "held-out prompts": str(evaluation["prompts"]),
+            "made in": _minutes(sum(ref.attributes.get("seconds", 0.0) for ref in inputs.values())),
         },
     )
 
 
-def _minutes(ref: ArtifactRef) -> str:
-    seconds = ref.attributes.get("seconds")
+def _guards(context: StageContext) -> str:
+    """Return the guards of PPO that were raised, with the first step."""
+    from rlhf_core.evaluation import plots
+
+    raised = plots.raised_guards(_history(context))
+    return ", ".join(f"{name} (step {steps[0]})" for name, steps in raised.items()) or "none"
+
+
+def _minutes(seconds: float | None) -> str:
     return "" if seconds is None else f"{float(seconds) / 60:.1f} min"
 
 
