@@ -244,7 +244,7 @@ def reward_distribution(
             )
             axes.axvline(float(np.mean(values)), color=shade, linewidth=1.8, linestyle=(0, (4, 2)))
         places = [f"{low:.2f} to {high:.2f}" for low, high in pairwise(bins)]
-        _read(axes, (bins[:-1] + bins[1:]) / 2, places, counts)
+        _read(axes, ((bins[:-1] + bins[1:]) / 2).tolist(), places, counts)
         _legend(axes, "upper left")
         _label(
             axes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,7 @@ from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import AnsweredPrompt, StageContext
+from rlhf_core.types import AnsweredPrompt, ArtifactRef, StageContext
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.plots import StepMetrics
@@ -208,10 +208,7 @@ def _report(
         notable=samples.notable,
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
-        lineage=[
-            (stage, _minutes(ref.attributes.get("seconds")), ref.key, ref.digest)
-            for stage, ref in inputs.items()
-        ],
+        lineage=[(stage, _minutes([ref]), ref.key, ref.digest) for stage, ref in inputs.items()],
         data_card=_data_card(context.data),
         is_best_version=config.ppo.enabled and config.ppo.publish == "best",
         shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),
@@ -220,7 +217,7 @@ def _report(
             **trained,
             "seed": str(config.run.seed),
             "held-out prompts": str(evaluation["prompts"]),
-            "made in": _minutes(sum(ref.attributes.get("seconds", 0.0) for ref in inputs.values())),
+            "made in": _minutes(inputs.values()),
         },
     )
 
@@ -233,8 +230,10 @@ def _guards(context: StageContext) -> str:
     return ", ".join(f"{name} (step {steps[0]})" for name, steps in raised.items()) or "none"
 
 
-def _minutes(seconds: float | None) -> str:
-    return "" if seconds is None else f"{float(seconds) / 60:.1f} min"
+def _minutes(refs: Iterable[ArtifactRef]) -> str:
+    """Return the time that it took to make these artifacts; empty if none has it."""
+    seconds = [float(ref.attributes["seconds"]) for ref in refs if "seconds" in ref.attributes]
+    return f"{sum(seconds) / 60:.1f} min" if seconds else ""
 
 
 def _epochs(count: int) -> str:
