@@ -42,6 +42,7 @@ _JUDGES = {
 
 _SHOWN = 5
 """Samples that are open; the reader opens the others."""
+_PENDING = "<span>promotion <b>decided after this page: see the page of the run in MLflow</b></span>"
 # Control characters except tab and newline, marks that change the direction of text, byte order marks and
 # surrogates, which UTF-8 cannot encode.
 _INVISIBLE = re.compile(
@@ -100,6 +101,7 @@ def render(report: Report) -> str:
         evaluation=evaluation,
         samples=report.samples,
         shown=_SHOWN,
+        pending=Markup(_PENDING),
         plots=report.plots,
         config=report.config,
         lineage=report.lineage,
@@ -128,6 +130,14 @@ def render(report: Report) -> str:
         failed={name: _failed(sets, name) for name in models if name != "sft"},
     )
     return document.strip() + "\n"
+
+
+def with_outcome(document: str, outcome: Sequence[tuple[str, str]]) -> str:
+    """Return a report with names and values that were decided after it, in place of `_PENDING`."""
+    facts = [
+        Markup("<span>{} <b>{}</b></span>").format(_visible(name), _visible(value)) for name, value in outcome
+    ]
+    return document.replace(_PENDING, "\n".join(facts), 1) if facts else document
 
 
 def _contents(report: Report) -> dict[str, str]:

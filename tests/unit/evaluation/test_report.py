@@ -20,7 +20,7 @@ import pytest
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.plots import Image, Panel, Reading, StepMetrics, read_step_metrics
-from rlhf_core.evaluation.report import Plot, Report, markdown_to_html, render
+from rlhf_core.evaluation.report import Plot, Report, markdown_to_html, render, with_outcome
 from rlhf_core.evaluation.statistics import Answer
 from rlhf_core.evaluation.summary import notable_rows
 from rlhf_core.types import RewardInput
@@ -386,6 +386,15 @@ def test_an_image_has_the_colours_of_the_page_in_light_and_dark_and_no_address()
 def test_guards_that_were_raised_have_their_steps() -> None:
     rows = [{"step": s, "guards/loops": float(s > 2), "guards/eos_loss": 0.0} for s in (1, 2, 3, 4)]
     assert plots.raised_guards(StepMetrics(rows)) == {"loops": [3, 4]}
+
+
+def test_what_is_decided_after_the_report_takes_its_place_once_as_text() -> None:
+    page = render(report(samples=[sample("decided after this page")]))
+    found = with_outcome(page, [("promotion", "demo version 1: champion"), ("reason", HOSTILE[0] + "\x1b")])
+    text = parse(found.split("</header>")[0]).text
+    assert "promotion demo version 1: champion" in text and "decided after this page" not in text
+    assert "decided after this page" in found and HOSTILE[0] not in found and "\x1b" not in found
+    assert "decided after this page" in parse(with_outcome(page, []).split("</header>")[0]).text
 
 
 def test_only_the_first_samples_are_open() -> None:
