@@ -130,7 +130,8 @@ class StepMetrics:
 
     def names(self, prefix: str) -> list[str]:
         """Return the sorted metric names that start with `prefix`."""
-        return sorted({name for row in self._rows for name in row if name.startswith(prefix)})
+        every = set().union(*self._rows)
+        return sorted(name for name in every if name.startswith(prefix))
 
 
 def read_step_metrics(path: Path) -> StepMetrics:
@@ -322,7 +323,6 @@ def to_image(figure: Any) -> Image:
     The same figure gives the same image. It has no text of its own font, and no address, also not of a part
     of itself.
     """
-    matplotlib.rcdefaults()
     for artist in figure.findobj():
         artist.set_clip_on(False)  # a clip has an address, and nothing is drawn outside of the axes
     buffer = io.StringIO()
@@ -347,11 +347,10 @@ def _panel(axes: Any, width: float, height: float) -> Panel:
     found = found[:: math.ceil(len(found) / _MOST_READINGS) or 1]
     at = [width * (box.x0 + box.width * (x - left) / (right - left)) for x, _, _ in found]
     borders = [width * box.x0, *((a + b) / 2 for a, b in pairwise(at)), width * box.x1]
-    readings = tuple(
-        Reading(place, values, x, start, end - start)
-        for (_, place, values), x, (start, end) in zip(found, at, pairwise(borders), strict=True)
-    )
-    return Panel(height * (1 - box.y1), height * box.height, width * (box.x0 + box.x1) / 2, readings)
+    readings = []
+    for (_, place, values), x, (start, end) in zip(found, at, pairwise(borders), strict=True):
+        readings.append(Reading(place, values, x, start, end - start))
+    return Panel(height * (1 - box.y1), height * box.height, width * (box.x0 + box.x1) / 2, tuple(readings))
 
 
 def _read(axes: Any, x: Sequence[float], places: Sequence[str], columns: Mapping[str, Any]) -> None:

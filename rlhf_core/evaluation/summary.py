@@ -54,9 +54,9 @@ class Measured:
     def select(self, indices: Sequence[int]) -> Measured:
         """Return the values of the prompts with these indices."""
         return Measured(
-            {name: _select(by_model, indices) for name, by_model in self.measures.items()},
-            {name: _select(by_model, indices) for name, by_model in self.rules.items()},
-            _select(self.kl, indices),
+            {name: select(by_model, indices) for name, by_model in self.measures.items()},
+            {name: select(by_model, indices) for name, by_model in self.rules.items()},
+            select(self.kl, indices),
             [self.sources[i] for i in indices],
         )
 
@@ -71,6 +71,7 @@ def without_masked(
 
     Raises RewardError if no prompt is left, as after an outage of a source.
     """
+    # Of all models, because the comparisons are paired by prompt.
     masked: set[int] = set()
     failed: set[str] = set()
     for name, by_model in measured.measures.items():
@@ -86,11 +87,12 @@ def without_masked(
             f" masked (on_error) for {', '.join(sorted(failed))}; the log has a warning with the reason of"
             " each source; run again when it is removed"
         )
-    return _select(responses, indices), measured.select(indices)
+    return select(responses, indices), measured.select(indices)
 
 
-def _select(by_model: Mapping[str, Sequence[T]], indices: Sequence[int]) -> dict[str, list[T]]:
-    return {model: [values[i] for i in indices] for model, values in by_model.items()}
+def select(columns: Mapping[str, Sequence[T]], indices: Sequence[int]) -> dict[str, list[T]]:
+    """Return the values with these indices of each column."""
+    return {name: [values[i] for i in indices] for name, values in columns.items()}
 
 
 def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> dict[str, list[Answer]]:
@@ -155,9 +157,7 @@ class Intervals:
         theirs: Sequence[RewardInput],
         groups: Sequence[str] | None,
     ) -> LengthControlled:
-        longer_by = [
-            float(len(a.response_ids) - len(b.response_ids)) for a, b in zip(ours, theirs, strict=True)
-        ]
+        longer_by = _difference(_lengths(ours), _lengths(theirs))
         return length_controlled(preferences, longer_by, self.confidence, groups)
 
     def by_model(
@@ -178,6 +178,11 @@ class Intervals:
         if "ppo" in values and "dpo" in values:
             found["ppo_minus_dpo"] = mean(_difference(values["ppo"], values["dpo"]))
         return found
+
+
+def _lengths(samples: Sequence[RewardInput]) -> list[float]:
+    """Return the tokens of each response."""
+    return [float(len(sample.response_ids)) for sample in samples]
 
 
 def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
@@ -277,7 +282,7 @@ def _numbers(
     ended: ByModel = {}
     eos_rate = {}
     for model, samples in responses.items():
-        lengths[model] = [float(len(sample.response_ids)) for sample in samples]
+        lengths[model] = _lengths(samples)
         ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
     measures = {
@@ -289,7 +294,7 @@ def _numbers(
         # A source whose values are all masked has no mean.
         if indices:
             of_indices = [groups[i] for i in indices]
-            rules[name] = interval.by_model(f"rule/{name}", _select(by_model, indices), of_indices)
+            rules[name] = interval.by_model(f"rule/{name}", select(by_model, indices), of_indices)
     more_often_ended = interval.by_model("eos_rate", ended, groups)["difference"]
     policies = {}
     for policy, of_policy in preferences.items():
@@ -347,9 +352,9 @@ def _by_source(
     for name in names:
         indices = [i for i, source in enumerate(measured.sources) if source == name]
         by_source[name] = _numbers(
-            _select(responses, indices),
+            select(responses, indices),
             measured.select(indices),
-            _select(preferences, indices),
+            select(preferences, indices),
             interval,
         )
     return by_source
