@@ -217,7 +217,7 @@ def _report(
             **trained,
             "seed": str(config.run.seed),
             "held-out prompts": str(evaluation["prompts"]),
-            "made in": _minutes(inputs.values()),
+            "inputs made in": _minutes(inputs.values()),
         },
     )
 
