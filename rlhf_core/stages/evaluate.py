@@ -147,11 +147,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     if language_model is not None:
         metrics |= language_model.metrics()
     write_evaluation(config, context, evaluation, Samples(samples, notable, answered), measured, metrics)
-    attributes = {
-        "prompts": len(prompts),
-        "judge": name_of_judge,
-        "rl_algorithm": config.ppo.title,
-    }
+    attributes = {"prompts": len(prompts), "judge": name_of_judge, "rl_algorithm": config.ppo.title}
     for name, is_trained_on in facts.trained_on.items():
         attributes[flat_name("judge_trained_on", name)] = is_trained_on
     return StageResult(metrics, attributes | _failed_regression_sets(regression, policies))
