@@ -157,6 +157,19 @@ class Progress(Protocol):
     def __call__(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None: ...
 
 
+@dataclass(frozen=True)
+class AnsweredPrompt:
+    """A prompt with the answers of several models, for people to read."""
+
+    prompt: str
+    answers: Mapping[str, str]
+    """By the title of the model, that of the policy first."""
+    assessments: Mapping[str, float | str]
+    """The verdict of the judge, as a text, and scores of the policy's answer."""
+    judge: str
+    """Name of the judge of the verdict."""
+
+
 class MetricLogger(Protocol):
     """The part of tracking that training loops see."""
 
@@ -171,6 +184,9 @@ class MetricLogger(Protocol):
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Log a matplotlib figure as PNG."""
+
+    def log_answers(self, rows: list[AnsweredPrompt]) -> None:
+        """Log prompts with answers, once per stage, where the tracker can show and search them."""
 
     def log_file(self, path: Path, folder: str = "") -> None:
         """Log a small file (report, data card) as an artifact of the run."""

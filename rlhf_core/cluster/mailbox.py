@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from rlhf_core.errors import RLHFError, classified
 from rlhf_core.system.stopping import StopRequest
-from rlhf_core.types import Checkpoints, MetricLogger, Progress, StageContext
+from rlhf_core.types import AnsweredPrompt, Checkpoints, MetricLogger, Progress, StageContext
 
 T = TypeVar("T")
 
@@ -171,6 +171,9 @@ class _RemoteMetrics(_Remote, MetricLogger):
         # matplotlib changes the arrays of a figure when it draws it.
         writable = _Writable(figure)
         self._mailbox.call(lambda server: server.context.metrics.log_figure(name, writable))
+
+    def log_answers(self, rows: list[AnsweredPrompt]) -> None:
+        self._mailbox.call(lambda server: server.context.metrics.log_answers(rows))
 
     def log_file(self, path: Path, folder: str = "") -> None:
         # The file is on the disk of this host.

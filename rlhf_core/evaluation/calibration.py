@@ -81,6 +81,7 @@ def length_bias(scores_P2: Any, lengths_P2: Any) -> dict[str, float]:
         if selected_P.any():
             measures[name] = float(_correct(gap_P)[selected_P].mean())
     scores = np.asarray(scores_P2, dtype=float)
+    # A correlation divides by both.
     if scores.std() > 0 and lengths.std() > 0:
         measures["correlation"] = float(np.corrcoef(scores.ravel(), lengths.ravel())[0, 1])
     return measures
@@ -94,15 +95,16 @@ def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]
     gap_P, longest_P = _gap(scores_P2), np.asarray(lengths_P2, dtype=float).max(axis=1)
     # Stable: the order of equal lengths, and with it the groups, would otherwise depend on the CPU.
     order = np.argsort(longest_P, kind="stable")
-    return [
-        {
+    groups = []
+    for part in np.array_split(order, min(_LENGTH_BUCKETS, len(order))):
+        group = {
             "from": float(longest_P[part].min()),
             "to": float(longest_P[part].max()),
             "pairs": float(len(part)),
             "accuracy": float(_correct(gap_P)[part].mean()),
         }
-        for part in np.array_split(order, min(_LENGTH_BUCKETS, len(order)))
-    ]
+        groups.append(group)
+    return groups
 
 
 def accuracy_by(names: Sequence[str], scores_P2: Any) -> dict[str, float]:

@@ -19,6 +19,7 @@ from rlhf_core.algo.groups import effective_count
 from rlhf_core.config import PipelineConfig
 from rlhf_core.evaluation.scoring import has_gold, score_gold
 from rlhf_core.evaluation.statistics import distinct_n, group_of, preference
+from rlhf_core.evaluation.summary import select
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, RewardInputs
 from rlhf_core.ppo.training.batch import RolloutBatch
@@ -92,21 +93,17 @@ class HeldOutEvaluation:
         if "reward_model" in columns and "judge" in columns:
             agreement = correlation(columns["reward_model"], columns["judge"], self._groups)
             metrics[CORRELATION], metrics[CORRELATION_ERROR] = agreement
-        wins = [
-            math.nan if math.isnan(a + b) else preference(a, b)
-            for a, b in zip(scores, self._sft_scores, strict=True)
-        ]
-        metrics["eval/win_rate"] = _mean(wins)
+        columns_and_wins = columns | {"win_rate": list(map(_win, scores, self._sft_scores))}
+        metrics["eval/win_rate"] = _mean(columns_and_wins["win_rate"])
         metrics["eval/distinct_2"] = _diversity(texts)
         for source, indices in self._by_source().items():
-            selected = {name: [values[i] for i in indices] for name, values in columns.items()}
-            means = _means(selected | {"win_rate": [wins[i] for i in indices]})
+            means = _means(select(columns_and_wins, indices))
             means["distinct_2"] = _diversity([texts[i] for i in indices])
             metrics |= {f"eval/by_source/{source}/{name}": mean for name, mean in means.items()}
         # Other metrics that are not finite are left out. `Selection` reads the objective in any case.
-        metrics = {
-            name: value for name, value in metrics.items() if name == OBJECTIVE or math.isfinite(value)
-        }
+        for name in list(metrics):
+            if name != OBJECTIVE and not math.isfinite(metrics[name]):
+                del metrics[name]
         objectives = [score - price * kl for score, kl in zip(scores, columns["kl"], strict=True)]
         return HeldOutResult(metrics, objectives, columns, self._groups)
 
@@ -147,6 +144,11 @@ class HeldOutEvaluation:
         for i, prompt in enumerate(self._prompts):
             indices.setdefault(prompt.source or "unnamed", []).append(i)
         return dict(sorted(indices.items())) if len(indices) > 1 else {}
+
+
+def _win(score: float, sft_score: float) -> float:
+    """Return the preference for the policy's answer; NaN if a score is masked."""
+    return math.nan if math.isnan(score + sft_score) else preference(score, sft_score)
 
 
 def _means(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:

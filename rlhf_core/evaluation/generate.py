@@ -345,15 +345,14 @@ def _sample_with(
         found.append([])
         for start in range(0, len(prompts), at_once):
             batch = prompts[start : start + at_once]
+            # One for each prompt, because vLLM adds the index of the sample.
+            seeds = [derive_seed(config.run.seed, sampling.purpose, prompt.prompt_id, 0) for prompt in batch]
             found[-1] += engine.generate(
                 batch,
                 n=sampling.answers,
                 max_new_tokens=config.limits.new,
                 temperature=sampling.temperature,
-                # One for each prompt, because vLLM adds the index of the sample.
-                seeds=[
-                    derive_seed(config.run.seed, sampling.purpose, prompt.prompt_id, 0) for prompt in batch
-                ],
+                seeds=seeds,
                 policy_version=0,
                 adapter=adapter,
             )

@@ -118,7 +118,9 @@ class LanguageModelJudge:
     ) -> dict[str, tuple[float, ...]]:
         """Return the preferences (n,) of each model's answers over the data's own ones."""
         # In one call, because each call may start an engine.
-        pairs = [pair for own in answers.values() for pair in _pairs(own, chosen)]
+        pairs: list[Pair] = []
+        for own in answers.values():
+            pairs += _pairs(own, chosen)
         found = self._judge(pairs, "chosen answers").preferences
         count = len(chosen)
         return {model: found[i * count : (i + 1) * count] for i, model in enumerate(answers)}
@@ -153,8 +155,11 @@ class LanguageModelJudge:
 
     def _judge(self, pairs: Sequence[Pair], what: str) -> Judged:
         questions = [questions_of(self._rubric, pair) for pair in pairs]
-        differing = [asked for pair, asked in zip(pairs, questions, strict=True) if pair.a != pair.b]
-        letters = self._letters([question for asked in differing for question in asked], what)
+        differing: list[str] = []
+        for pair, asked in zip(pairs, questions, strict=True):
+            if pair.a != pair.b:
+                differing += asked
+        letters = self._letters(differing, what)
         both = []
         for pair, (in_order, exchanged) in zip(pairs, questions, strict=True):
             # Equal answers are a tie, which costs nothing to know.
@@ -171,6 +176,7 @@ class LanguageModelJudge:
             questions,
             lambda texts, again: self._ask(texts, f"{what} again" if again else what),
             letter_of,
+            # A model that is run here can say nothing but a letter.
             AGAIN if self._settings.url is not None else "",
         )
 
@@ -212,7 +218,9 @@ def check_questions(config: PipelineConfig, data: Path) -> None:
             prompts = [*prompts, *load_prompts(data, "train")]
         pairs += [Pair(prompt.prompt, "", "") for prompt in prompts]
         rubric = rubric_text(settings.rubric)
-        questions = [question for pair in pairs for question in questions_of(rubric, pair)]
+        questions: list[str] = []
+        for pair in pairs:
+            questions += questions_of(rubric, pair)
         require_context(Path(settings.path), questions)
 
 
@@ -241,11 +249,11 @@ def held_out_pairs_of_people(data: Path, most: int) -> tuple[list[Pair], list[st
     decoder, labelled = load_decoder(data), sources_of_models(data)
     every = load_pairs(data, "eval")
     of_people = [pair for pair in every if pair.source not in labelled]
-    pairs = [
-        Pair(pair.prompt, decoder.response(pair.chosen_ids), decoder.response(pair.rejected_ids))
-        for pair in of_people[:most]
-    ]
-    groups = [group_of(pair) for pair in of_people[:most]]
+    pairs = []
+    for pair in of_people[:most]:
+        chosen, rejected = decoder.response(pair.chosen_ids), decoder.response(pair.rejected_ids)
+        pairs.append(Pair(pair.prompt, chosen, rejected))
+    groups = list(map(group_of, of_people[:most]))
     return pairs, groups, len(every) - len(of_people)
 
 

@@ -154,6 +154,7 @@ def _choose(
     keep: Callable[[int, Sequence[int], float], None],
 ) -> None:
     """Call `keep(start, tokens, seconds)` for each batch of prompts, beginning at `start`."""
+    # A reply is one token.
     context_tokens = max(map(len, prompts)) + 1
     seed = derive_seed(config.run.seed, "evaluate") % 2**31
     size = config.ppo.engine.max_num_seqs

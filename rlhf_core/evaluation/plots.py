@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,26 @@ from matplotlib.figure import Figure
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.calibration import Calibration
 
-INK, GRID = "#24303f", "#e4e8ee"
-# A thing has the same colour in all figures and, as a model, in report.css.
-SFT, POLICY = "#8792a2", "#2f6fde"
+INK, GRID, _PAPER = "#24303f", "#e4e8ee", "#ffffff"
+# A thing has the same colour in all figures and on the page of the report.
+SFT, PPO, DPO = "#8792a2", "#2f6fde", "#c2701d"
 SCORE, JUDGE, TRUE, KL = "#3a9d6e", "#a259c4", "#d9982b", "#c2453d"
 _OTHERS = ("#4aa3b8", "#7a5c3e", "#b0418f", "#5b6bb5")
 """Colours of reward sources, except the true reward."""
+VARIABLES = {
+    INK: "ink",
+    GRID: "line",
+    _PAPER: "paper",
+    SFT: "sft",
+    PPO: "ppo",
+    DPO: "dpo",
+    SCORE: "score",
+    JUDGE: "judge",
+    TRUE: "true",
+    KL: "kl",
+    **{color: f"source-{number}" for number, color in enumerate(_OTHERS, 1)},
+}
+"""Name of the variable in report.css that replaces a colour: a dark page has other ones."""
 MEASURE_LABELS = {
     "gold": "gold reward (true reward)",
     "judge_model": "score of the second reward model (normalised)",
@@ -40,11 +56,55 @@ _EVALUATED = {
     "eval/gold": ("gold reward (true reward)", TRUE),
 }
 _DPI = 130
+_POINTS = 72
+"""Units of an SVG image per inch."""
+_MOST_READINGS = 200
+"""Readings of a panel. With more, they would be narrower than a pointer can choose."""
 GOLD = "rewards/gold/mean"
 """True reward by step, if the rewards include a source of type gold (with weight 0, as a monitor)."""
 
 
 Column = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The values of a panel at one place of its x axis."""
+
+    place: str
+    """For example `step 12`."""
+    values: tuple[tuple[str, str], ...]
+    """Names and values."""
+    x: float
+    """In units of the image, as all lengths."""
+    left: float
+    width: float
+    """The part of the panel that is nearest to this reading."""
+
+    @property
+    def characters(self) -> int:
+        """Of the longest line."""
+        return max(len(self.place), *(len(f"{name}  {value}") for name, value in self.values))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of an image, with its readings from left to right."""
+
+    top: float
+    height: float
+    centre: float
+    readings: tuple[Reading, ...]
+
+
+@dataclass(frozen=True)
+class Image:
+    """A figure as the content of an SVG element."""
+
+    width: float
+    height: float
+    svg: str
+    panels: tuple[Panel, ...]
 
 
 class StepMetrics:
@@ -70,7 +130,8 @@ class StepMetrics:
 
     def names(self, prefix: str) -> list[str]:
         """Return the sorted metric names that start with `prefix`."""
-        return sorted({name for row in self._rows for name in row if name.startswith(prefix)})
+        every = set().union(*self._rows)
+        return sorted(name for name in every if name.startswith(prefix))
 
 
 def read_step_metrics(path: Path) -> StepMetrics:
@@ -103,11 +164,24 @@ def training_curves(history: StepMetrics) -> Any:
     _line(top, step, history.column("objective/scores"), SCORE, "score")
     if history.has("objective/rlhf_reward"):
         _line(top, step, history.column("objective/rlhf_reward"), INK, "score minus KL penalty")
-    top.legend(loc="lower right", frameon=False)
+    _legend(top, "lower right")
     _label(top, "Reward during training", "", "mean score per response")
     _line(bottom, step, history.column("objective/kl"), KL, "KL")
+    _read_lines(top, [f"step {number:g}" for number in step])
+    _read_lines(bottom, [f"step {number:g}" for number in step])
     _label(bottom, "Distance from the SFT model", "step", "KL (nats per response)")
     return figure
+
+
+def raised_guards(history: StepMetrics) -> dict[str, list[int]]:
+    """Return the steps in which each guard was raised; a guard that never was is left out."""
+    steps = history.column("step")
+    raised = {}
+    for name in history.names("guards/"):
+        found = [int(step) for step in steps[history.column(name) > 0]]
+        if found:
+            raised[name.removeprefix("guards/")] = found
+    return raised
 
 
 def reward_means(history: StepMetrics) -> list[str]:
@@ -122,8 +196,9 @@ def reward_sources(history: StepMetrics) -> Any:
     for name in reward_means(history):
         color = TRUE if name == GOLD else next(others)
         _line(axes, history.column("step"), history.column(name), color, name.split("/")[1])
-    axes.legend(loc="best", frameon=False)
+    _legend(axes, "best")
     _label(axes, "Reward sources during training", "step", "mean raw value")
+    _read_lines(axes, [f"step {number:g}" for number in history.column("step")])
     return figure
 
 
@@ -151,21 +226,27 @@ def reliability(calibration: Calibration) -> Any:
 
 
 def reward_distribution(
-    scores: Mapping[str, tuple[Sequence[float], Sequence[float]]], policy: str = "PPO"
+    scores: Mapping[str, tuple[Sequence[float], Sequence[float]]], policy: str = "PPO", color: str = PPO
 ) -> Any:
     """Plot histograms of the scores of both models on the same prompts.
 
     Args:
         scores: (SFT (n,), policy (n,)) for each measure.
         policy: What trained the policy, `PPO` or `DPO`.
+        color: Its colour.
     """
     figure, panels = _figure(9.4, 3.6, columns=len(scores))
     for axes, (measure, (sft, trained)) in zip(panels, scores.items(), strict=True):
         bins = _bins(np.asarray(sft, dtype=float), np.asarray(trained, dtype=float))
-        for values, color, name in ((sft, SFT, "SFT"), (trained, POLICY, policy)):
-            axes.hist(values, bins=bins, color=color, alpha=0.6, label=name, edgecolor="white", linewidth=0.5)
-            axes.axvline(float(np.mean(values)), color=color, linewidth=1.8, linestyle=(0, (4, 2)))
-        axes.legend(loc="upper left", frameon=False)
+        counts = {}
+        for values, shade, name in ((sft, SFT, "SFT"), (trained, color, policy)):
+            counts[name], _, _ = axes.hist(
+                values, bins=bins, color=shade, alpha=0.6, label=name, edgecolor="white", linewidth=0.5
+            )
+            axes.axvline(float(np.mean(values)), color=shade, linewidth=1.8, linestyle=(0, (4, 2)))
+        places = [f"{low:.2f} to {high:.2f}" for low, high in pairwise(bins)]
+        _read(axes, ((bins[:-1] + bins[1:]) / 2).tolist(), places, counts)
+        _legend(axes, "upper left")
         _label(
             axes,
             measure.replace("_", " ").capitalize() + f" before and after {policy}",
@@ -187,7 +268,8 @@ def reward_against_kl(history: StepMetrics) -> Any:
         if history.has(name):
             values = history.column(name)
             axes.plot(distance, values, "o-", color=color, markersize=4, linewidth=0.6, label=label)
-    axes.legend(loc="best", frameon=False)
+    _read_lines(axes, _steps_with_kl(history.column("step"), history.column("objective/kl")))
+    _legend(axes, "best")
     _label(axes, "Reward against KL", "square root of KL to the SFT model", "mean per response")
     return figure
 
@@ -216,11 +298,13 @@ def evaluation_curves(
         if best is not None:
             place = versions.index(best)
             right.plot(distance[place], values[place], "D", color=color, markersize=9, fillstyle="none")
+    _read_lines(left, [f"step {version}" for version in versions])
+    _read_lines(right, _steps_with_kl(versions, kl))
     if best is not None:
         left.axvline(best, color=INK, linewidth=1.0, linestyle=(0, (4, 2)), label="best")
     if math.isfinite(max_kl):
         right.axvline(math.sqrt(max_kl), color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="largest KL")
-    left.legend(loc="best", frameon=False)
+    _legend(left, "best")
     _label(left, "Held-out prompts during training", "step", "mean per response")
     _label(right, "Frontier", "square root of KL to the SFT model", "mean per response")
     return figure
@@ -231,6 +315,67 @@ def to_png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, metadata={"Software": None})
     return buffer.getvalue()
+
+
+def to_image(figure: Any) -> Image:
+    """Return the figure with the colours of the report's page, and with its readings.
+
+    The same figure gives the same image. It has no text of its own font, and no address, also not of a part
+    of itself.
+    """
+    for artist in figure.findobj():
+        artist.set_clip_on(False)  # a clip has an address, and nothing is drawn outside of the axes
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
+        figure.savefig(buffer, format="svg")
+    _, _, content = buffer.getvalue().partition("</defs>")
+    # Only the addresses of markers are used, and those of two figures would be the same.
+    content = re.sub(r' id="(?!m[0-9a-f]{10}")[^"]*"', "", content)
+    content = re.sub(r"font-family: [^;]*; ?", "", content.removesuffix("\n").removesuffix("</svg>"))
+    for color, name in VARIABLES.items():
+        content = content.replace(color, f"var(--{name})")
+    width, height = figure.get_size_inches() * _POINTS
+    panels = [_panel(axes, width, height) for axes in figure.axes if hasattr(axes, "readings")]
+    return Image(float(width), float(height), content, tuple(panels))
+
+
+def _panel(axes: Any, width: float, height: float) -> Panel:
+    """Return the panel of these axes, in an image of this size."""
+    box = axes.get_position()
+    left, right = axes.get_xlim()
+    found = sorted((x, place, values) for x, place, values in axes.readings if math.isfinite(x))
+    found = found[:: math.ceil(len(found) / _MOST_READINGS) or 1]
+    at = [width * (box.x0 + box.width * (x - left) / (right - left)) for x, _, _ in found]
+    borders = [width * box.x0, *((a + b) / 2 for a, b in pairwise(at)), width * box.x1]
+    readings = []
+    for (_, place, values), x, (start, end) in zip(found, at, pairwise(borders), strict=True):
+        readings.append(Reading(place, values, x, start, end - start))
+    return Panel(height * (1 - box.y1), height * box.height, width * (box.x0 + box.x1) / 2, tuple(readings))
+
+
+def _read(axes: Any, x: Sequence[float], places: Sequence[str], columns: Mapping[str, Any]) -> None:
+    """Set what `to_image` shows of the axes: values (n,) by name at the places (n,), whose coordinates are
+    `x` (n,). Values that are not finite are left out.
+    """
+    axes.readings = []
+    for i, place in enumerate(places):
+        values = [(name, f"{column[i]:.4g}") for name, column in columns.items() if math.isfinite(column[i])]
+        axes.readings.append((float(x[i]), place, tuple(values)))
+
+
+def _read_lines(axes: Any, places: Sequence[str]) -> None:
+    """Set the values of all labelled lines of the axes at these places."""
+    lines = [line for line in axes.lines if not line.get_label().startswith("_")]
+    columns = {line.get_label(): line.get_ydata() for line in lines}
+    _read(axes, lines[0].get_xdata() if lines else (), places if lines else (), columns)
+
+
+def _steps_with_kl(steps: Iterable[float], kl: Iterable[float]) -> list[str]:
+    return [f"step {step:g}, KL {value:.3g}" for step, value in zip(steps, kl, strict=True)]
+
+
+def _legend(axes: Any, place: str) -> None:
+    axes.legend(loc=place, frameon=False, labelcolor=INK)
 
 
 def _figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:

@@ -122,12 +122,11 @@ def _settings(default: _S, section: Mapping[str, Any], kinds: Mapping[str, type[
     Other fields are those of `default`, because another version may have had different rules for them.
     Raises CorruptArtifact.
     """
+    parts = {}
     try:
-        parts = {
-            name: _of_any_release(kind, section[name])
-            for name, kind in kinds.items()
-            if section.get(name) is not None
-        }
+        for name, kind in kinds.items():
+            if section.get(name) is not None:
+                parts[name] = _of_any_release(kind, section[name])
     except ValidationError as error:
         raise CorruptArtifact(f"its settings cannot be read: {error}") from error
     return default.model_copy(update=parts)

@@ -1,4 +1,5 @@
-"""The evaluation as one HTML file without scripts or external resources. Its links stay on the page.
+"""The evaluation as one HTML file without scripts or external resources. Its links stay on the page, and its
+style shows the values of a figure at the pointer.
 
 `report.html.j2` is the page and `report.css` its style. Prompts and responses are untrusted text: jinja2
 escapes every value, `_visible` replaces control and direction characters, and a content security policy in
@@ -7,15 +8,15 @@ the page blocks scripts and requests.
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
+from markupsafe import Markup
 
 from rlhf_core.evaluation.measures import (
     MEASURES,
@@ -29,6 +30,9 @@ from rlhf_core.evaluation.measures import (
 )
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 
+if TYPE_CHECKING:
+    from rlhf_core.evaluation.plots import Image
+
 _JUDGES = {
     "gold": "the gold reward",
     "judge_model": "a second reward model, trained with other pairs",
@@ -36,6 +40,9 @@ _JUDGES = {
     "rules": "the weighted sum of rule rewards",
 }
 
+_SHOWN = 5
+"""Samples that are open; the reader opens the others."""
+_PENDING = "<span>promotion <b>decided after this page: see the page of the run in MLflow</b></span>"
 # Control characters except tab and newline, marks that change the direction of text, byte order marks and
 # surrogates, which UTF-8 cannot encode.
 _INVISIBLE = re.compile(
@@ -45,11 +52,11 @@ _INVISIBLE = re.compile(
 
 @dataclass(frozen=True)
 class Plot:
-    """One image of the report."""
+    """One figure of the report."""
 
     title: str
     caption: str
-    png: bytes
+    image: Image
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ def render(report: Report) -> str:
         name=report.name,
         evaluation=evaluation,
         samples=report.samples,
+        shown=_SHOWN,
+        pending=Markup(_PENDING),
         plots=report.plots,
         config=report.config,
         lineage=report.lineage,
@@ -121,6 +130,14 @@ def render(report: Report) -> str:
         failed={name: _failed(sets, name) for name in models if name != "sft"},
     )
     return document.strip() + "\n"
+
+
+def with_outcome(document: str, outcome: Sequence[tuple[str, str]]) -> str:
+    """Return a report with names and values that were decided after it, in place of `_PENDING`."""
+    facts = [
+        Markup("<span>{} <b>{}</b></span>").format(_visible(name), _visible(value)) for name, value in outcome
+    ]
+    return document.replace(_PENDING, "\n".join(facts), 1) if facts else document
 
 
 def _contents(report: Report) -> dict[str, str]:
@@ -176,7 +193,6 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     pages.filters.update(
-        base64=lambda data: base64.b64encode(data).decode(),
         changes=_changes,
         column=lambda by_model, name: {model: values[name] for model, values in by_model.items()},
         fixed=lambda value, digits: f"{value:.{digits}f}",
@@ -186,6 +202,7 @@ def environment() -> Environment:
         percent=lambda value, digits=1: f"{value:.{digits}%}",
         points=_points,
         signed=_signed,
+        svg=lambda content: Markup(_visible(content)),
     )
     return pages
 

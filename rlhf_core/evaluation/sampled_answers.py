@@ -54,12 +54,11 @@ def write_answers(folder: Path, prompts: Iterable[AnswersToPrompt]) -> None:
 def read_answers(file: Path) -> list[AnswersToPrompt]:
     """Return the answers to each prompt. Raises CorruptArtifact."""
     try:
-        rows = [json.loads(line) for line in file.read_bytes().decode().splitlines()]
-        return [
-            AnswersToPrompt(
-                row["prompt_id"], row["prompt"], tuple(SampledAnswer(**answer) for answer in row["answers"])
-            )
-            for row in rows
-        ]
+        found = []
+        for line in file.read_bytes().decode().splitlines():
+            row = json.loads(line)
+            answers = tuple(SampledAnswer(**answer) for answer in row["answers"])
+            found.append(AnswersToPrompt(row["prompt_id"], row["prompt"], answers))
+        return found
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(f"{file} cannot be read ({error}); run the stage sample again") from error

@@ -44,11 +44,12 @@ def rule_sources(config: PipelineConfig) -> tuple[AnyReward, ...]:
 
     A gold reward with weight 0 is not included, because evaluation measures the gold reward anyway.
     """
-    return tuple(
-        source
-        for source in config.ppo.rewards
-        if not isinstance(source, ModelReward) and not (isinstance(source, GoldReward) and source.weight == 0)
-    )
+    sources = []
+    for source in config.ppo.rewards:
+        is_measured = isinstance(source, GoldReward) and source.weight == 0
+        if not isinstance(source, ModelReward) and not is_measured:
+            sources.append(source)
+    return tuple(sources)
 
 
 def has_gold(prompts: Sequence[PromptExample | RewardInput]) -> bool:
@@ -114,13 +115,10 @@ def judge_digests(
     if gold_known:
         digests["gold"] = f"synthetic-{VERSION}"
     if sources := rule_sources(config):
-        rules = [
-            {
-                "settings": result_settings(source),
-                "code": reward_code.get(source_name(source)),
-            }
-            for source in sources
-        ]
+        rules = []
+        for source in sources:
+            code = reward_code.get(source_name(source))
+            rules.append({"settings": result_settings(source), "code": code})
         digests["rules"] = hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
     return digests
 

@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import RewardError
-from rlhf_core.evaluation.measures import LENGTH_CONTROLLED, MEASURES, OVER_SFT, PPO_OVER_DPO, flat_name
+from rlhf_core.evaluation.measures import (
+    LENGTH_CONTROLLED,
+    MEASURES,
+    OVER_SFT,
+    PPO_OVER_DPO,
+    flat_name,
+    main_policy,
+)
 from rlhf_core.evaluation.statistics import (
     Answer,
     Comparison,
@@ -23,7 +30,7 @@ from rlhf_core.evaluation.statistics import (
     win_rate,
 )
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import PairExample, PromptExample, RewardInput
+from rlhf_core.types import AnsweredPrompt, PairExample, PromptExample, RewardInput
 
 T = TypeVar("T")
 
@@ -47,9 +54,9 @@ class Measured:
     def select(self, indices: Sequence[int]) -> Measured:
         """Return the values of the prompts with these indices."""
         return Measured(
-            {name: _select(by_model, indices) for name, by_model in self.measures.items()},
-            {name: _select(by_model, indices) for name, by_model in self.rules.items()},
-            _select(self.kl, indices),
+            {name: select(by_model, indices) for name, by_model in self.measures.items()},
+            {name: select(by_model, indices) for name, by_model in self.rules.items()},
+            select(self.kl, indices),
             [self.sources[i] for i in indices],
         )
 
@@ -64,6 +71,7 @@ def without_masked(
 
     Raises RewardError if no prompt is left, as after an outage of a source.
     """
+    # Of all models, because the comparisons are paired by prompt.
     masked: set[int] = set()
     failed: set[str] = set()
     for name, by_model in measured.measures.items():
@@ -79,11 +87,12 @@ def without_masked(
             f" masked (on_error) for {', '.join(sorted(failed))}; the log has a warning with the reason of"
             " each source; run again when it is removed"
         )
-    return _select(responses, indices), measured.select(indices)
+    return select(responses, indices), measured.select(indices)
 
 
-def _select(by_model: Mapping[str, Sequence[T]], indices: Sequence[int]) -> dict[str, list[T]]:
-    return {model: [values[i] for i in indices] for model, values in by_model.items()}
+def select(columns: Mapping[str, Sequence[T]], indices: Sequence[int]) -> dict[str, list[T]]:
+    """Return the values with these indices of each column."""
+    return {name: [values[i] for i in indices] for name, values in columns.items()}
 
 
 def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> dict[str, list[Answer]]:
@@ -148,9 +157,7 @@ class Intervals:
         theirs: Sequence[RewardInput],
         groups: Sequence[str] | None,
     ) -> LengthControlled:
-        longer_by = [
-            float(len(a.response_ids) - len(b.response_ids)) for a, b in zip(ours, theirs, strict=True)
-        ]
+        longer_by = _difference(_lengths(ours), _lengths(theirs))
         return length_controlled(preferences, longer_by, self.confidence, groups)
 
     def by_model(
@@ -171,6 +178,11 @@ class Intervals:
         if "ppo" in values and "dpo" in values:
             found["ppo_minus_dpo"] = mean(_difference(values["ppo"], values["dpo"]))
         return found
+
+
+def _lengths(samples: Sequence[RewardInput]) -> list[float]:
+    """Return the tokens of each response."""
+    return [float(len(sample.response_ids)) for sample in samples]
 
 
 def _difference(a: Sequence[float], b: Sequence[float]) -> list[float]:
@@ -270,7 +282,7 @@ def _numbers(
     ended: ByModel = {}
     eos_rate = {}
     for model, samples in responses.items():
-        lengths[model] = [float(len(sample.response_ids)) for sample in samples]
+        lengths[model] = _lengths(samples)
         ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
     measures = {
@@ -282,7 +294,7 @@ def _numbers(
         # A source whose values are all masked has no mean.
         if indices:
             of_indices = [groups[i] for i in indices]
-            rules[name] = interval.by_model(f"rule/{name}", _select(by_model, indices), of_indices)
+            rules[name] = interval.by_model(f"rule/{name}", select(by_model, indices), of_indices)
     more_often_ended = interval.by_model("eos_rate", ended, groups)["difference"]
     policies = {}
     for policy, of_policy in preferences.items():
@@ -340,9 +352,9 @@ def _by_source(
     for name in names:
         indices = [i for i, source in enumerate(measured.sources) if source == name]
         by_source[name] = _numbers(
-            _select(responses, indices),
+            select(responses, indices),
             measured.select(indices),
-            _select(preferences, indices),
+            select(preferences, indices),
             interval,
         )
     return by_source
@@ -439,6 +451,46 @@ def notable_rows(
     }
 
 
+def answered_prompts(
+    answers: Mapping[str, Sequence[Answer]],
+    comparisons: Mapping[str, Comparison],
+    titles: Mapping[str, str],
+    judge: str,
+    count: int,
+) -> list[AnsweredPrompt]:
+    """Return the first `count` prompts with all answers, the verdicts and the scores of the main policy.
+
+    `change` is its score by the first measure minus that of the SFT model.
+
+    Args:
+        answers: (n,) answers of each model.
+        comparisons: Each policy against the SFT model.
+        titles: Title of each model.
+        judge: Name of the judge.
+        count: Number of prompts.
+    """
+    policy = main_policy(answers)
+    models = [policy, *(model for model in answers if model != policy)]
+    found = []
+    for i, (answer, before) in enumerate(zip(answers[policy][:count], answers["sft"], strict=False)):
+        assessments: dict[str, float | str] = {}
+        for name, comparison in comparisons.items():
+            winner = _winner(comparison, i, name)
+            assessments[flat_name("winner", name)] = titles.get(winner, winner)
+        assessments |= answer.scores
+        measure = next(iter(answer.scores), "")
+        if measure in before.scores:
+            assessments["change"] = answer.scores[measure] - before.scores[measure]
+        texts = {titles[model]: answers[model][i].sample.response for model in models}
+        found.append(AnsweredPrompt(answer.sample.prompt, texts, assessments, judge))
+    return found
+
+
+def _winner(comparison: Comparison, index: int, policy: str) -> str:
+    """Return the policy, `sft` or `tie`."""
+    return {1.0: policy, 0.5: "tie", 0.0: "sft"}[comparison.preferences[index]]
+
+
 def sample_rows(
     answers: Mapping[str, Sequence[Answer]], comparisons: Mapping[str, Comparison], indices: Iterable[int]
 ) -> list[dict[str, Any]]:
@@ -461,8 +513,7 @@ def sample_rows(
         }
         # Another order of the fields would give the pages of votes another digest (`review.blind_pairs`).
         for policy, comparison in comparisons.items():
-            winners = {1.0: policy, 0.5: "tie", 0.0: "sft"}
-            row[flat_name("winner", policy)] = winners[comparison.preferences[i]]
+            row[flat_name("winner", policy)] = _winner(comparison, i, policy)
             if comparison.groups is not None and comparison.groups[i] != first.sample.prompt_id:
                 row["group"] = comparison.groups[i]
         rows.append(row)

@@ -267,7 +267,7 @@ class PPOController:
         sampled = [*steps.batches[1:], *self._rollouts.finished] if self._ppo.staleness else steps.batches
         return {
             "sync/share": steps.timings["timing/sync"] / seconds,
-            "checkpoint/share": self._checkpoint_seconds / (self._checkpoint_seconds + every),
+            "utilisation/checkpoint": self._checkpoint_seconds / (self._checkpoint_seconds + every),
             **self._utilisation.measure(steps, sampled),
         }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from rlhf_core.types import Checkpoints, Lineage, MetricLogger, Progress, StageContext
+from rlhf_core.types import AnsweredPrompt, Checkpoints, Lineage, MetricLogger, Progress, StageContext
 
 
 class RecordingMetrics(MetricLogger):
@@ -24,6 +24,7 @@ class RecordingMetrics(MetricLogger):
         """(step, metrics) of every `log_metrics`, in order."""
         self.tables: dict[str, list[dict[str, Any]]] = {}
         self.figures: list[str] = []
+        self.answers: list[AnsweredPrompt] = []
         self.files: list[str] = []
         """Names of the logged files, with their folder."""
         self.flushes = 0
@@ -55,6 +56,10 @@ class RecordingMetrics(MetricLogger):
     @override
     def log_figure(self, name: str, figure: Any) -> None:
         self.figures.append(name)
+
+    @override
+    def log_answers(self, rows: list[AnsweredPrompt]) -> None:
+        self.answers += rows
 
     @override
     def log_file(self, path: Path, folder: str = "") -> None:

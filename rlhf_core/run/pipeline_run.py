@@ -47,6 +47,7 @@ from rlhf_core.run.summary import (
     headline_metrics,
     is_continued_by,
     nothing_made,
+    outcome,
     reuse_sentence,
     run_markdown,
     summarize,
@@ -315,9 +316,11 @@ class PipelineRun:
         return addresses
 
     def log_outcome(self, summary: Mapping[str, Any]) -> None:
-        """Send the reports, the description and the main metrics to the MLflow run. If it has them and every
-        stage was reused, only say so in its description.
+        """Send the reports with the outcome, the description and the main metrics to the MLflow run. If it
+        has them and every stage was reused, only say so in its description.
         """
+        from rlhf_core.evaluation.report import with_outcome
+
         metrics = headline_metrics(summary)
         if nothing_made(summary) and self.tracking.has_results(self.key, metrics):
             text = reuse_sentence(summary, datetime.now(UTC))
@@ -326,7 +329,10 @@ class PipelineRun:
         for stage, record in self.records.items():
             if (report := STAGES[stage].report) is not None:
                 try:
-                    self.tracking.log_file(self.parent_run_id, self.artifacts.fetch(record.ref) / report)
+                    text = (self.artifacts.fetch(record.ref) / report).read_text(encoding="utf-8")
+                    complete = self.folder / report
+                    complete.write_text(with_outcome(text, outcome(summary)), encoding="utf-8")
+                    self.tracking.log_file(self.parent_run_id, complete)
                 except (RLHFError, OSError) as error:
                     log.warning("MLflow's run has no %s: %s", report, error)
         self.tracking.describe(self.parent_run_id, self._description(summary))

@@ -210,6 +210,16 @@ def verdict(summary: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def outcome(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a run knows after its report: the promotion, and the time of all stages, also reused ones.
+    Empty if it did not register.
+    """
+    rows = _rows_of_registration(summary.get("registration", {}))
+    if rows:
+        rows.append(("all stages", duration(3600 * headline_metrics(summary)["hours"])))
+    return rows
+
+
 def headline_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the main metrics of a run, for the list of runs in MLflow."""
     found = _registered_policy(summary)

@@ -31,7 +31,7 @@ from rlhf_core.evaluation.chosen_answers import (
 )
 from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
-from rlhf_core.evaluation.measures import flat_name, main_policy
+from rlhf_core.evaluation.measures import flat_name, main_policy, titles_of
 from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
 from rlhf_core.evaluation.prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.rank_scoring import evaluation_session
@@ -43,6 +43,7 @@ from rlhf_core.evaluation.summary import (
     JudgeFacts,
     Measured,
     OptionalResults,
+    answered_prompts,
     answers,
     evaluation_json,
     flat_metrics,
@@ -60,6 +61,8 @@ log = logging.getLogger(__name__)
 
 _HELD_OUT, _CHOSEN = "held-out", "chosen answers"
 """Reserved names of sets of prompts. A regression set cannot use them."""
+_ANSWERED = 128
+"""Prompts with answers that the tracker gets one by one. It takes tens of milliseconds for each."""
 _NOTABLE = 3
 """Answers that the report shows of each selection."""
 
@@ -136,15 +139,15 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     shown = range(min(config.evaluate.samples, len(scored_answers["sft"])))
     samples = sample_rows(scored_answers, comparisons, shown)
     notable = notable_rows(scored_answers, comparisons, policy, _NOTABLE)
+    name_of_judge = scoring.judge_name(config, judge)
+    answered = answered_prompts(
+        scored_answers, comparisons, titles_of(config.ppo.title), name_of_judge, _ANSWERED
+    )
     metrics = flat_metrics(evaluation) | agreement
     if language_model is not None:
         metrics |= language_model.metrics()
-    write_evaluation(config, context, evaluation, Samples(samples, notable), measured, metrics)
-    attributes = {
-        "prompts": len(prompts),
-        "judge": scoring.judge_name(config, judge),
-        "rl_algorithm": config.ppo.title,
-    }
+    write_evaluation(config, context, evaluation, Samples(samples, notable, answered), measured, metrics)
+    attributes = {"prompts": len(prompts), "judge": name_of_judge, "rl_algorithm": config.ppo.title}
     for name, is_trained_on in facts.trained_on.items():
         attributes[flat_name("judge_trained_on", name)] = is_trained_on
     return StageResult(metrics, attributes | _failed_regression_sets(regression, policies))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,7 @@ from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import ArtifactRef, StageContext
+from rlhf_core.types import AnsweredPrompt, ArtifactRef, StageContext
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.plots import StepMetrics
@@ -44,6 +44,8 @@ class Samples(NamedTuple):
     """Rows of `samples.jsonl`, which are not selected."""
     notable: Mapping[str, list[dict[str, Any]]]
     """Further rows, by what they were selected for."""
+    answered: list[AnsweredPrompt]
+    """For the pages of the tracker."""
 
 
 def write_evaluation(
@@ -77,19 +79,25 @@ def write_evaluation(
     images: list[report.Plot] = []
     figures = [_distribution(measured, titles)]
     if "ppo" in context.inputs:
-        history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
-        figures = [*_figures(history, figures[0]), *evaluation_figures(config, context)]
+        figures = [*_figures(_history(context), figures[0]), *evaluation_figures(config, context)]
     for name, title, caption, figure in figures:
-        png = plots.to_png(figure)
-        (out / "figures" / f"{name}.png").write_bytes(png)
+        (out / "figures" / f"{name}.png").write_bytes(plots.to_png(figure))
         context.metrics.log_figure(name, figure)
-        images.append(report.Plot(title, caption, png))
+        images.append(report.Plot(title, caption, plots.to_image(figure)))
     html = report.render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
     context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
     context.metrics.log_table("samples", [_table_row(row) for row in samples.first])
+    context.metrics.log_answers(samples.answered)
     context.metrics.log_file(out / "report.html")
     context.metrics.flush()
+
+
+def _history(context: StageContext) -> StepMetrics:
+    """Return the metrics of the steps of PPO."""
+    from rlhf_core.evaluation import plots
+
+    return plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
 
 
 def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFigure:
@@ -102,7 +110,7 @@ def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFig
         "reward_distribution",
         "Reward distribution before and after",
         "Scores of both models' responses to the same held-out prompts; dashed lines are the means.",
-        plots.reward_distribution(shown, titles[policy]),
+        plots.reward_distribution(shown, titles[policy], plots.DPO if policy == "dpo" else plots.PPO),
     )
 
 
@@ -188,9 +196,10 @@ def _report(
     dump = config.model_dump(mode="json", by_alias=True)
     dpo = ["dpo"] if config.dpo.enabled else []
     sections = {name: dump[name] for name in ("model", "data", "sft", "reward", *dpo, "ppo", "evaluate")}
-    trained = {f"{config.ppo.title} steps": str(config.ppo.steps)} if config.ppo.enabled else {}
-    if not config.ppo.enabled:
-        trained["DPO"] = f"beta {config.dpo.beta:g}, at most {_epochs(config.dpo.epochs)}"
+    if config.ppo.enabled:
+        trained = {f"{config.ppo.title} steps": str(config.ppo.steps), "guards raised": _guards(context)}
+    else:
+        trained = {"DPO": f"beta {config.dpo.beta:g}, at most {_epochs(config.dpo.epochs)}"}
     inputs = context.lineage.inputs if context.lineage else {}
     return Report(
         name=config.run.name,
@@ -199,7 +208,7 @@ def _report(
         notable=samples.notable,
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
-        lineage=[(stage, _minutes(ref), ref.key, ref.digest) for stage, ref in inputs.items()],
+        lineage=[(stage, _minutes([ref]), ref.key, ref.digest) for stage, ref in inputs.items()],
         data_card=_data_card(context.data),
         is_best_version=config.ppo.enabled and config.ppo.publish == "best",
         shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),
@@ -208,13 +217,23 @@ def _report(
             **trained,
             "seed": str(config.run.seed),
             "held-out prompts": str(evaluation["prompts"]),
+            "inputs made in": _minutes(inputs.values()),
         },
     )
 
 
-def _minutes(ref: ArtifactRef) -> str:
-    seconds = ref.attributes.get("seconds")
-    return "" if seconds is None else f"{float(seconds) / 60:.1f} min"
+def _guards(context: StageContext) -> str:
+    """Return the guards of PPO that were raised, with the first step."""
+    from rlhf_core.evaluation import plots
+
+    raised = plots.raised_guards(_history(context))
+    return ", ".join(f"{name} (step {steps[0]})" for name, steps in raised.items()) or "none"
+
+
+def _minutes(refs: Iterable[ArtifactRef]) -> str:
+    """Return the time that it took to make these artifacts; empty if none has it."""
+    seconds = [float(ref.attributes["seconds"]) for ref in refs if "seconds" in ref.attributes]
+    return f"{sum(seconds) / 60:.1f} min" if seconds else ""
 
 
 def _epochs(count: int) -> str:

@@ -28,7 +28,7 @@ from rlhf_core.models.ensemble import combined, deviations, save_ensemble
 from rlhf_core.stages.training import Metrics, accuracy_interval
 from rlhf_core.storage.bundles import on_one_disk
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import Checkpoints, MetricLogger, PairExample, StageContext
+from rlhf_core.types import AnsweredPrompt, Checkpoints, MetricLogger, PairExample, StageContext
 
 _FOLDER, _OUTPUT, _RESULTS = "members", "output", "results.json"
 
@@ -268,6 +268,9 @@ class _MemberMetrics(MetricLogger):
 
     def log_figure(self, name: str, figure: Any) -> None:
         self.inner.log_figure(f"{self.prefix}{name}", figure)
+
+    def log_answers(self, rows: list[AnsweredPrompt]) -> None:
+        self.inner.log_answers(rows)
 
     def log_file(self, path: Path, folder: str = "") -> None:
         self.inner.log_file(path, f"{self.prefix}{folder}".rstrip("/"))

@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,6 +29,7 @@ from rlhf_core.system.files import TEMPORARY, replacing
 from rlhf_core.tracking.also import Copies
 from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name
 from rlhf_core.tracking.mlflow_errors import describe_failure
+from rlhf_core.types import AnsweredPrompt
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ MS_PER_STEP = 1000
 """Steps are one second apart on MLflow's time axis. With a clock, a replayed point would get a second row."""
 
 _TABLES = "tables"
+_ANSWERS = "traces/answers.json"
+"""In the spool only: MLflow gets its rows as traces."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +262,11 @@ class StageRun:
         with self._lock:
             self._spool.add_bytes(picture.getvalue(), f"plots/{name}.png")
 
+    def log_answers(self, rows: list[AnsweredPrompt]) -> None:
+        """Log prompts with answers as traces of the run, which MLflow's pages search and sort."""
+        with self._lock:
+            self._spool.add_text(json.dumps([asdict(row) for row in rows]), _ANSWERS)
+
     def log_file(self, path: Path, folder: str = "") -> None:
         """Log a small file, such as a report, as an artifact of the run."""
         with self._lock:
@@ -312,6 +320,9 @@ class StageRun:
             self._copies.log(points)
         files = self._spool.files()
         for path, name in files:
+            if name == _ANSWERS:
+                self._send_answers(run_id, path)
+                continue
             folder, _, _ = name.rpartition("/")
             self._mlflow.log_file(run_id, path, folder)
         tables = [name for _, name in files if name.startswith(f"{_TABLES}/")]
@@ -320,6 +331,18 @@ class StageRun:
         # At the end: a file that is sent again replaces itself.
         for path, _ in files:
             path.unlink()
+
+    def _send_answers(self, run_id: str, file: Path) -> None:
+        rows = json.loads(file.read_bytes())
+        try:
+            logged = self._mlflow.log_traces(run_id, rows)
+        except Exception as error:
+            # Of any kind, as in `_try`. It is not tried again: a server that has no traces would keep the run
+            # from its end, and the report has the answers too.
+            log.warning("MLflow at %s %s; it has no traces.", self.tracking_uri, describe_failure(error))
+            return
+        if logged < len(rows):
+            log.warning("MLflow was slow: it has traces of %d of %d prompts.", logged, len(rows))
 
     def _new_points(self) -> Sequence[Point]:
         state = self._opened()

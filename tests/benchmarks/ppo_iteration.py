@@ -150,7 +150,7 @@ def _summary(rows: list[dict[str, float]], peaks: list[int]) -> dict[str, Any]:
             "utilisation": {
                 name: median([row[name] for row in rows])
                 for name in sorted(rows[-1])
-                if name.startswith("idle/") or name == "data_wait/share"
+                if name.startswith("utilisation/idle/") or name == "utilisation/data_wait"
             },
             "sync_gb_per_s": median([row["sync/gb_per_s"] for row in rows]),
             "logprob_gap": median([row["rollout/logprob_gap_mean"] for row in rows]),
@@ -161,7 +161,7 @@ def _summary(rows: list[dict[str, float]], peaks: list[int]) -> dict[str, Any]:
 def _rollout_rate(row: dict[str, float]) -> float:
     """Tokens per second; with staleness, those of the engines while they sample."""
     name = "rollout/tokens_per_s"
-    return row[name if name in row else "tokens_per_s/engines"]
+    return row[name if name in row else "utilisation/tokens_per_s/engines"]
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -39,8 +39,7 @@ STAGES: tuple[StageName, ...] = ("data", "sft", "reward", "ppo", "evaluate", "re
 TRACE = "RLHF_FAIL_TRACE"
 MEASURED_IN_SECONDS = (
     "seconds", "per_s", "timing/", "system/", "gpu/", "sync/gb", "sync/share",
-    "stage/", "idle/", "data_wait/", "padding/", "checkpoint/share",
-    "rollout/token_latency", "rollout/decode_steps", "rollout/engine_balance", "tokens/minibatch",
+    "stage/", "utilisation/", "rollout/token_latency", "rollout/decode_steps", "rollout/engine_balance",
 )  # fmt: skip
 COMMANDS = 12
 """How often the command is typed at most."""

@@ -81,7 +81,7 @@ def iteration(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert staleness == "1" or found["logprob_gap"] < 1e-4
         assert all(part["seconds"] > 0 for part in found["parts"].values())
         assert all((part["cpu_seconds"] > 0) == (staleness == "0") for part in found["parts"].values())
-        assert "data_wait/share" in found["utilisation"]
+        assert "utilisation/data_wait" in found["utilisation"]
 
 
 def rollouts(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,14 +91,14 @@ def _idle_engines(situation: Situation) -> str | None:
     if overlapped > 0.85 * metrics["timing/step"]:
         return None
     return (
-        f"engines idle {metrics['idle/engines']:.0%} of a step: ppo.staleness=1 would let them sample the"
-        f" next step during scoring and training, about {overlapped:.2g} s a step instead of"
+        f"engines idle {metrics['utilisation/idle/engines']:.0%} of a step: ppo.staleness=1 would let them"
+        f" sample the next step during scoring and training, about {overlapped:.2g} s a step instead of"
         f" {metrics['timing/step']:.2g} s"
     )
 
 
 def _many_engines(situation: Situation) -> str | None:
-    ppo, idle = situation.ppo, situation.metrics["idle/engines"]
+    ppo, idle = situation.ppo, situation.metrics["utilisation/idle/engines"]
     if not situation.separate_engines or not ppo.staleness:
         return None
     # They sample during the whole step, with a tenth of it to spare.
@@ -113,7 +113,7 @@ def _few_engines(situation: Situation) -> str | None:
     # More engines cost devices: a setting of the present ones that would help is advised alone.
     if not situation.separate_engines or share < 0.5 or _eager(situation) or _few_sequences(situation):
         return None
-    idle = situation.metrics["idle/policy"]
+    idle = situation.metrics["utilisation/idle/policy"]
     return (
         f"the policy idles {idle:.0%} of a step, and the rollout takes {share:.0%}:"
         f" ppo.engine.count={2 * count} would halve the rollout"
@@ -133,8 +133,8 @@ def _slow_group(situation: Situation, slow: str, fast: str) -> str | None:
     ppo, metrics = situation.ppo, situation.metrics
     if not situation.separate_engines:
         return None
-    slow_rate = metrics.get(f"tokens_per_s/{slow}", 0.0)
-    fast_rate = metrics.get(f"tokens_per_s/{fast}", 0.0)
+    slow_rate = metrics.get(f"utilisation/tokens_per_s/{slow}", 0.0)
+    fast_rate = metrics.get(f"utilisation/tokens_per_s/{fast}", 0.0)
     if slow_rate == 0 or fast_rate < 1.5 * slow_rate or situation.share("training") < 0.3:
         return None
     ranks = (ppo.critic_deepspeed if slow == "critic" else ppo.policy_deepspeed).ranks
@@ -142,14 +142,14 @@ def _slow_group(situation: Situation, slow: str, fast: str) -> str | None:
     if wanted <= ranks:
         return None
     return (
-        f"the {fast} idles {metrics[f'idle/{fast}']:.0%} of a step and waits for the {slow}, which trains"
-        f" {slow_rate:.0f} tokens/s and the {fast} {fast_rate:.0f}: ppo.{slow}_deepspeed.ranks={wanted} would"
-        " balance them"
+        f"the {fast} idles {metrics[f'utilisation/idle/{fast}']:.0%} of a step and waits for the {slow},"
+        f" which trains {slow_rate:.0f} tokens/s and the {fast} {fast_rate:.0f}:"
+        f" ppo.{slow}_deepspeed.ranks={wanted} would balance them"
     )
 
 
 def _padding(situation: Situation) -> str | None:
-    share = situation.metrics["padding/share"]
+    share = situation.metrics["utilisation/padding"]
     tokens = situation.ppo.micro_batch_tokens
     if situation.ppo.pack is False:
         return f"{share:.0%} of the tokens of scoring and training are padding: ppo.pack=auto would avoid it"
@@ -180,7 +180,7 @@ def _idle_gpu(situation: Situation) -> str | None:
     """Small micro-batches leave a GPU waiting for the next kernel."""
     metrics, present = situation.metrics, situation.ppo.micro_batch_tokens
     busy, memory = metrics["gpu/utilisation/training"], metrics.get("gpu/memory/policy", 1.0)
-    is_one = metrics.get("tokens/minibatch", 0.0) <= present
+    is_one = metrics.get("utilisation/tokens_per_minibatch", 0.0) <= present
     if busy > 0.6 or memory > 0.6 or is_one or situation.share("training") < 0.3:
         return None
     return (
@@ -207,7 +207,7 @@ def _full_gpu(situation: Situation) -> str | None:
 def _rewards(situation: Situation) -> str | None:
     """A reward that is computed while the models score costs nothing."""
     ppo, metrics = situation.ppo, situation.metrics
-    share = min(situation.share("rewards"), metrics["data_wait/share"])
+    share = min(situation.share("rewards"), metrics["utilisation/data_wait"])
     if share < 0.2:
         return None
     found = f"all models wait {share:.0%} of a step for the rewards"
@@ -249,27 +249,27 @@ def _checkpoints(situation: Situation) -> str | None:
     metrics = situation.metrics
     ppo = situation.ppo
     now = checkpoint_interval(ppo.checkpoint_every, ppo.evaluation_interval, ppo.sync_every)
-    every = math.ceil(metrics["checkpoint/share"] / 0.05 * now)
+    every = math.ceil(metrics["utilisation/checkpoint"] / 0.05 * now)
     return (
-        f"checkpoints take {metrics['checkpoint/share']:.0%} of the time: ppo.checkpoint_every={every} would"
-        " make it 5 %"
+        f"checkpoints take {metrics['utilisation/checkpoint']:.0%} of the time:"
+        f" ppo.checkpoint_every={every} would make it 5 %"
     )
 
 
 RULES = (
-    Rule("idle_engines", "idle/engines", 0.2, _idle_engines),
-    Rule("many_engines", "idle/engines", 0.4, _many_engines),
-    Rule("few_engines", "idle/policy", 0.5, _few_engines),
-    Rule("slow_critic", "idle/policy", 0.2, _slow_critic),
-    Rule("slow_policy", "idle/critic", 0.2, _slow_policy),
-    Rule("padding", "padding/share", 0.2, _padding),
+    Rule("idle_engines", "utilisation/idle/engines", 0.2, _idle_engines),
+    Rule("many_engines", "utilisation/idle/engines", 0.4, _many_engines),
+    Rule("few_engines", "utilisation/idle/policy", 0.5, _few_engines),
+    Rule("slow_critic", "utilisation/idle/policy", 0.2, _slow_critic),
+    Rule("slow_policy", "utilisation/idle/critic", 0.2, _slow_policy),
+    Rule("padding", "utilisation/padding", 0.2, _padding),
     Rule("sync", "sync/share", 0.15, _sync),
     # Wherever there are figures: the conditions are in the function.
     Rule("idle_gpu", "gpu/utilisation/training", 0.0, _idle_gpu),
     Rule("full_gpu", "gpu/memory/policy", 0.97, _full_gpu),
-    Rule("rewards", "data_wait/share", 0.2, _rewards),
+    Rule("rewards", "utilisation/data_wait", 0.2, _rewards),
     # Whenever an engine has sampled: the conditions are in the function.
     Rule("few_sequences", "rollout/decode_steps", 1.0, _few_sequences),
     Rule("eager", "rollout/token_latency", 0.005, _eager),
-    Rule("checkpoints", "checkpoint/share", 0.1, _checkpoints),
+    Rule("checkpoints", "utilisation/checkpoint", 0.1, _checkpoints),
 )

@@ -102,9 +102,9 @@ class Utilisation:
             **token_rates(work, groups, steps.batches, sampled, self._epochs),
             **engine_metrics(work[ENGINES]),
             **gpu_metrics(work, usage, groups),
-            "padding/share": 0.0 if self._fleet.packs else padding_share(steps.batches),
-            "data_wait/share": data_wait(work, steps.timings, overlapped=self._overlapped) / seconds,
-            "tokens/minibatch": _tokens(steps.batches) / len(steps.batches) / self._shares,
+            "utilisation/padding": 0.0 if self._fleet.packs else padding_share(steps.batches),
+            "utilisation/data_wait": data_wait(work, steps.timings, overlapped=self._overlapped) / seconds,
+            "utilisation/tokens_per_minibatch": _tokens(steps.batches) / len(steps.batches) / self._shares,
         }
 
 
@@ -121,16 +121,19 @@ def sync_metrics(report: SyncReport) -> Metrics:
 
 
 def idle_shares(work: Mapping[str, Sequence[Counters]], groups: Sequence[Group], seconds: float) -> Metrics:
-    """Return `idle/<role>` and `idle/engines`: the share of a step in which its processes have no call.
+    """Return `utilisation/idle/<role>` and `utilisation/idle/engines`: the share of a step in which its
+    processes have no call.
 
     Args:
         work: Counters of the step, of each process by group.
         groups: All groups of ranks. Roles that share ranks have the same value.
         seconds: Duration of the step.
     """
-    metrics = {f"idle/{ENGINES}": _idle(work[ENGINES], seconds)}
+    metrics = {f"utilisation/idle/{ENGINES}": _idle(work[ENGINES], seconds)}
     for group in groups:
-        metrics |= dict.fromkeys([f"idle/{role}" for role in group.roles], _idle(work[group.name], seconds))
+        metrics |= dict.fromkeys(
+            [f"utilisation/idle/{role}" for role in group.roles], _idle(work[group.name], seconds)
+        )
     return metrics
 
 
@@ -146,8 +149,9 @@ def token_rates(
     sampled: Sequence[RolloutBatch],
     epochs: int,
 ) -> Metrics:
-    """Return `tokens_per_s/<role>` while the role computes: of the engines in sampling, of policy and critic
-    in training, of reference and reward model in scoring. Only the engines' leaves out the prompts.
+    """Return `utilisation/tokens_per_s/<role>` while the role computes: of the engines in sampling, of policy
+    and critic in training, of reference and reward model in scoring. Only the engines' leaves out the
+    prompts.
 
     Args:
         work: Counters of the step, of each process by group.
@@ -181,7 +185,7 @@ def _tokens(batches: Sequence[RolloutBatch]) -> int:
 
 def _rate(role: str, tokens: int, processes: Sequence[Counters], *methods: str) -> Metrics:
     longest = max(seconds_of(process, methods) for process in processes)
-    return {f"tokens_per_s/{role}": tokens / longest} if longest > 0 else {}
+    return {f"utilisation/tokens_per_s/{role}": tokens / longest} if longest > 0 else {}
 
 
 def engine_metrics(engines: Sequence[Counters]) -> Metrics:

@@ -23,7 +23,7 @@ from rlhf_core.cluster.mailbox import END, CallReply, ContextServer, LogForwarde
 from rlhf_core.errors import StoreError, UnexpectedError
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.testing import RecordingMetrics, stage_context
-from rlhf_core.types import StageContext
+from rlhf_core.types import AnsweredPrompt, StageContext
 
 
 def served(context: StageContext, work: Callable[[StageContext], None]) -> None:
@@ -98,22 +98,25 @@ def test_a_stop_request_is_deferred_while_rank_zero_is_in_its_loop(tmp_path: Pat
     served(context, work)
 
 
-def test_files_and_logs_of_rank_zero_arrive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_answers_and_logs_of_rank_zero_arrive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     contents: dict[str, str] = {}
 
     class Reading(RecordingMetrics):
         def log_file(self, path: Path, folder: str = "") -> None:
             contents[f"{folder}/{path.name}"] = path.read_text()
 
-    context = stage_context(tmp_path, metrics=Reading())
+    metrics = Reading()
+    context = stage_context(tmp_path, metrics=metrics)
+    answered = AnsweredPrompt("a", {"PPO": "b"}, {"winner": "PPO"}, "gold")
 
     def work(remote: StageContext) -> None:
+        remote.metrics.log_answers([answered])
         file = tmp_path / "examination.json"
         file.write_text("{}")
         remote.metrics.log_file(file, "reward")
 
     served(context, work)
-    assert contents == {"reward/examination.json": "{}"}
+    assert contents == {"reward/examination.json": "{}"} and metrics.answers == [answered]
 
     mailbox, server = Mailbox(), ContextServer(None)
     record = logging.LogRecord(

@@ -7,6 +7,7 @@
 """
 
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -18,8 +19,8 @@ import pytest
 
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.plots import StepMetrics, read_step_metrics
-from rlhf_core.evaluation.report import Plot, Report, markdown_to_html, render
+from rlhf_core.evaluation.plots import Image, Panel, Reading, StepMetrics, read_step_metrics
+from rlhf_core.evaluation.report import Plot, Report, markdown_to_html, render, with_outcome
 from rlhf_core.evaluation.statistics import Answer
 from rlhf_core.evaluation.summary import notable_rows
 from rlhf_core.types import RewardInput
@@ -39,8 +40,8 @@ HOSTILE = (
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "main", "header", "section", "article", "div", "p",
     "span", "b", "i", "em", "small", "strong", "h1", "h2", "h3", "h4", "table", "thead", "tbody", "tr", "th",
-    "td", "nav", "a", "code", "pre", "figure", "figcaption", "img", "svg", "g", "line", "circle", "details",
-    "summary",
+    "td", "nav", "a", "code", "pre", "figure", "figcaption", "svg", "g", "line", "circle", "details",
+    "summary", "path", "rect", "text",
 }  # fmt: skip
 
 
@@ -91,10 +92,15 @@ def sample(text: str = "A fox.", winner: str = "ppo") -> dict[str, Any]:
     return {"prompt_id": "p", "prompt": text, "sft": text, "ppo": text, "winner": winner, "scores": scores}
 
 
+def image(text: str = "step 1") -> Image:
+    reading = Reading(text, ((text, text),), x=5.0, left=0.0, width=10.0)
+    return Image(10.0, 10.0, "<path/>", (Panel(0.0, 10.0, 5.0, (reading,)),))
+
+
 def report(**changes: Any) -> Report:
     fields: dict[str, Any] = {
         "name": "demo", "evaluation": evaluation(), "samples": [sample()],
-        "plots": [Plot("t", "c", b"\x89PNG")],
+        "plots": [Plot("t", "c", image())],
         "config": "ppo: {}\n", "lineage": [("sft", "1.5 min", "0123", "abcd")], "data_card": "# Data\n",
         "facts": {"seed": "0"},
     }  # fmt: skip
@@ -115,7 +121,7 @@ def test_untrusted_text_never_becomes_markup(text: str) -> None:
             name=text,
             samples=[sample(text)],
             notable={text: [sample(text)]},
-            plots=[Plot(text, text, b"x")],
+            plots=[Plot(text, text, image(text))],
             config=text,
             data_card=f"# {text}\n",
             lineage=[(text, text, text, text)],
@@ -258,10 +264,9 @@ def test_incomplete_markdown_is_rendered(card: str) -> None:
 
 def test_report_loads_no_external_resources() -> None:
     collector = parse(render(report()))
-    sources = [attributes["src"] or "" for _, attributes in collector.tags if "src" in attributes]
-    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not [attributes for _, attributes in collector.tags if "src" in attributes]
     contents = [attributes.get("content") for tag, attributes in collector.tags if tag == "meta"]
-    assert "default-src 'none'; img-src data:; style-src 'unsafe-inline'" in contents
+    assert "default-src 'none'; style-src 'unsafe-inline'" in contents
     assert "url(" not in render(report()) and "http" not in render(report()).replace("http-equiv", "")
 
 
@@ -336,6 +341,66 @@ def test_curves_have_the_recorded_values_and_units(steps: int) -> None:
     assert bottom.get_ylabel() == "KL (nats per response)"
     assert bottom.get_xlabel() == "step"
     assert plots.to_png(figure).startswith(b"\x89PNG")
+
+
+def test_readings_of_a_panel_cover_it_and_have_the_values_of_each_step() -> None:
+    rows = [{"step": s, "objective/kl": s * s, "objective/scores": s / 3} for s in (1, 2, 3)]
+    top, bottom = plots.to_image(plots.training_curves(StepMetrics(rows))).panels
+    assert [(reading.place, reading.values) for reading in top.readings] == [
+        ("step 1", (("score", "0.3333"),)),
+        ("step 2", (("score", "0.6667"),)),
+        ("step 3", (("score", "1"),)),
+    ]
+    assert [reading.values for reading in bottom.readings][2] == (("KL", "9"),)
+    first, second, third = top.readings
+    assert first.left + first.width == pytest.approx(second.left)
+    assert second.left + second.width == pytest.approx(third.left)
+    assert all(reading.left <= reading.x <= reading.left + reading.width for reading in top.readings)
+    [panel] = plots.to_image(plots.reward_against_kl(StepMetrics(rows))).panels
+    assert panel.readings[1].place == "step 2, KL 4"
+
+
+def test_a_long_run_has_at_most_200_readings_and_missing_values_have_none() -> None:
+    [panel] = plots.to_image(plots.reward_sources(history(1000))).panels
+    assert len(panel.readings) == 200
+    missing = StepMetrics([{"step": 1, "objective/scores": 1.0}, {"step": 2}])
+    top, bottom = plots.to_image(plots.training_curves(missing)).panels
+    assert [reading.values for reading in top.readings] == [(("score", "1"),), ()]
+    assert [reading.values for reading in bottom.readings] == [(), ()]
+
+
+def test_readings_of_a_distribution_count_the_responses_of_each_bin() -> None:
+    [panel] = plots.to_image(plots.reward_distribution({"gold": ([0.0, 0.1, 1.0], [1.0, 1.0, 1.0])})).panels
+    assert panel.readings[-1].values == (("SFT", "1"), ("PPO", "3"))
+
+
+def test_an_image_has_the_colours_of_the_page_in_light_and_dark_and_no_address() -> None:
+    found = plots.to_image(plots.reward_against_kl(history(5))).svg
+    assert not re.search("#[0-9a-f]{6}", found) and "url(" not in found and "http" not in found
+    light, dark = re.findall(r":root \{(.*?)\}", render(report()), re.DOTALL)
+    own = {f"--{name}:" for name in plots.VARIABLES.values()}
+    assert own <= set(light.split()) and own - set(dark.split()) == {"--sft:"}
+    assert plots.to_image(plots.reward_against_kl(history(5))).svg == found
+
+
+def test_guards_that_were_raised_have_their_steps() -> None:
+    rows = [{"step": s, "guards/loops": float(s > 2), "guards/eos_loss": 0.0} for s in (1, 2, 3, 4)]
+    assert plots.raised_guards(StepMetrics(rows)) == {"loops": [3, 4]}
+
+
+def test_what_is_decided_after_the_report_takes_its_place_once_as_text() -> None:
+    page = render(report(samples=[sample("decided after this page")]))
+    found = with_outcome(page, [("promotion", "demo version 1: champion"), ("reason", HOSTILE[0] + "\x1b")])
+    text = parse(found.split("</header>")[0]).text
+    assert "promotion demo version 1: champion" in text and "decided after this page" not in text
+    assert "decided after this page" in found and HOSTILE[0] not in found and "\x1b" not in found
+    assert "decided after this page" in parse(with_outcome(page, []).split("</header>")[0]).text
+
+
+def test_only_the_first_samples_are_open() -> None:
+    page = render(report(samples=[sample(f"row {number}.") for number in range(7)]))
+    before, _, more = page.partition("<summary>2 more</summary>")
+    assert "row 4." in before and "row 5." not in before and "row 6." in more
 
 
 def test_score_and_gold_reward_are_plotted_against_root_kl(tmp_path: Path) -> None:

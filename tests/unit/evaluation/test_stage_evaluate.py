@@ -157,6 +157,13 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context:
     )
     assert {row["winner"] for row in rows} == {"ppo"}
     assert rows[0]["scores"]["sft"]["rule/length"] == 0.25  # 1 - |5 - 20| / 20
+    assert [shown.prompt for shown in tracker.answers] == PROMPTS[:6]
+    first = tracker.answers[0]
+    assert list(first.answers) == ["PPO", "SFT"] and first.answers["PPO"] == answer("policy", PROMPTS[0])
+    assert (first.judge, first.assessments["winner"]) == ("gold", "PPO")
+    assert first.assessments["gold"] == gold[0]
+    change = gold[0] - rows[0]["scores"]["sft"]["gold"]
+    assert first.assessments["change"] == pytest.approx(change) and change > 0
     document = (context.output / "report.html").read_text()
     assert "d" * 64 in document and "<strong>sets</strong>" in document
 

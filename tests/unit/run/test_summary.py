@@ -21,6 +21,7 @@ from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.summary import (
     duration,
     headline_metrics,
+    outcome,
     result_table,
     results,
     reuse_sentence,
@@ -141,6 +142,9 @@ def test_the_main_metrics_of_a_run_are_about_ten() -> None:
     assert set(numbers) <= set(MAIN_METRICS), "the columns of MLflow's list"
     assert finished("False")["registration"]["champion"] is False
     assert headline_metrics(finished("False"))["champion"] == 0.0
+    assert outcome({"stages": {}}) == []
+    shown = dict(outcome(finished("False")))
+    assert "not promoted" in shown["promotion"] and shown["all stages"].endswith((" s", " min"))
 
 
 @pytest.mark.parametrize(("champion", "outcome"), [("False", "not promoted"), ("True", "champion")])

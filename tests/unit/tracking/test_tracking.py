@@ -31,11 +31,12 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.external_inputs import data_sets
+from rlhf_core.tracking import traces
 from rlhf_core.tracking.database import artifacts_of, ensure_database, ui_command
 from rlhf_core.tracking.mlflow_client import Mlflow, Point
 from rlhf_core.tracking.stage_run import Pauses, Spool, next_attempt
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import AnsweredPrompt, ArtifactRef
 
 Row = tuple[str, float, int]
 
@@ -678,3 +679,75 @@ def test_a_pipe_in_place_of_the_database_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "mlflow.db")
     with pytest.raises(ConfigError, match=r"mlflow\.db is a pipe \(FIFO\), not a regular file; remove it"):
         ensure_database(tmp_path / "mlflow.db")
+
+
+def answered(number: int) -> AnsweredPrompt:
+    measures: dict[str, float | str] = {"winner": "PPO", "gold": number / 2}
+    return AnsweredPrompt(f"prompt {number}", {"PPO": f"answer {number}", "SFT": "no"}, measures, "gold")
+
+
+def traces_of(tracker: Tracker, tracking: Tracking, run_id: str | None) -> list[Any]:
+    from mlflow.tracing.client import TracingClient
+
+    return list(
+        TracingClient(tracker.uri).search_traces(
+            locations=[tracking.mlflow.experiment_id],
+            filter_string=f"request_metadata.`mlflow.sourceRun` = '{run_id}'",
+        )
+    )
+
+
+def test_answered_prompts_are_traces_with_assessments_also_if_they_are_sent_twice(
+    tracking: Tracking, tracker: Tracker, database: Path
+) -> None:
+    run = stage(tracking, None)
+    for _ in range(2):
+        run.log_answers([answered(0), answered(1)])
+        run.flush()
+    first, second = traces_of(tracker, tracking, run.run_id)
+    assert [trace.info.request_preview for trace in (first, second)] == ["prompt 0", "prompt 1"]
+    assert {a.name: a.value for a in second.info.assessments} == {"winner": "PPO", "gold": 0.5}
+    assert {a.source.source_id for a in second.info.assessments} == {"gold"}
+    root, *below = second.data.spans
+    assert (root.inputs, root.outputs) == ("prompt 1", {"PPO": "answer 1", "SFT": "no"})
+    assert {span.name: span.outputs for span in below} == {"PPO": "answer 1", "SFT": "no"}
+    assert run.unsent == 0
+    assert not Path(run_of(database, run.run_id)["artifacts"].removeprefix("file://"), "traces").exists()
+
+
+def test_answers_wait_for_a_tracker_that_is_down(tracking: Tracking, tracker: Tracker) -> None:
+    tracker.stop()
+    run = stage(tracking, None)
+    run.log_answers([answered(0)])
+    run.flush()
+    assert run.unsent == 1
+    tracker.start()
+    run.finish("FINISHED")
+    assert len(traces_of(tracker, tracking, run.run_id)) == 1
+
+
+def test_a_tracker_without_traces_ends_the_run_with_one_warning(
+    tracking: Tracking, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlflow.tracing.client import TracingClient
+
+    def refuse(self: object, trace_info: object) -> None:
+        raise MlflowException("no such endpoint")
+
+    monkeypatch.setattr(TracingClient, "start_trace", refuse)
+    run = stage(tracking, None)
+    run.log_answers([answered(0)])
+    run.finish("FINISHED")
+    assert run_of(database, run.run_id)["status"] == "FINISHED"
+    assert "it has no traces" in caplog.text and run.unsent == 0
+
+
+def test_traces_end_with_their_time(
+    tracking: Tracking, tracker: Tracker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(traces, "MOST_SECONDS", -1.0)
+    run = stage(tracking, None)
+    run.log_answers([answered(0)])
+    run.flush()
+    assert "traces of 0 of 1 prompts" in caplog.text
+    assert traces_of(tracker, tracking, run.run_id) == [] and run.unsent == 0

@@ -67,15 +67,15 @@ def step(ppo: dict[str, Any], **changed: float) -> dict[str, float]:
         **idle_shares(processes, groups, seconds),
         **token_rates(processes, groups, [batch], [batch], config.epochs),
         **engine_metrics(processes[ENGINES]),
-        "data_wait/share": data_wait(processes, timings, overlapped=config.staleness > 0) / seconds,
-        "padding/share": numbers["padding"],
+        "utilisation/data_wait": data_wait(processes, timings, overlapped=config.staleness > 0) / seconds,
+        "utilisation/padding": numbers["padding"],
         "sync/share": numbers["sync"] / seconds,
         "sync/gb_per_s": numbers["gb_per_s"],
-        "checkpoint/share": numbers["checkpoints"],
+        "utilisation/checkpoint": numbers["checkpoints"],
         "sync/bytes": 15e9,
         "gpu/utilisation/training": numbers["gpu"],
         "gpu/memory/policy": numbers["memory"],
-        "tokens/minibatch": 20000.0,
+        "utilisation/tokens_per_minibatch": 20000.0,
     }
 
 
@@ -288,8 +288,8 @@ def test_steps_of_real_runs_give_no_advice(name: str, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("rule", "changed"),
     [
-        ("padding", {"padding/share": 0.3}),
-        ("checkpoints", {"checkpoint/share": 0.3}),
+        ("padding", {"utilisation/padding": 0.3}),
+        ("checkpoints", {"utilisation/checkpoint": 0.3}),
     ],
 )
 @pytest.mark.parametrize("name", ["demo", "benchmark"])

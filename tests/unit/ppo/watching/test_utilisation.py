@@ -114,23 +114,23 @@ def test_metrics_of_a_step_are_those_computed_by_hand(fleet: Fleet) -> None:
     assert measured(utilisation) == {}, "the first step is the base"
     assert measured(utilisation) == pytest.approx(
         {
-            "idle/engines": 1 - (3.0 + 2.0) / 2 / 10,
-            "idle/policy": 0.55,
-            "idle/reference": 0.55,
-            "idle/critic": 0.5,  # without the checkpoint
-            "idle/reward": 0.5,
-            "tokens_per_s/engines": 100 / 2.0,
-            "tokens_per_s/policy": 2 * 200 / 2.0,
-            "tokens_per_s/reference": 2 * 200 / 2.0,  # 200 by each of two models
-            "tokens_per_s/critic": 2 * 200 / 4.0,
-            "tokens_per_s/reward": 200 / 0.5,
+            "utilisation/idle/engines": 1 - (3.0 + 2.0) / 2 / 10,
+            "utilisation/idle/policy": 0.55,
+            "utilisation/idle/reference": 0.55,
+            "utilisation/idle/critic": 0.5,  # without the checkpoint
+            "utilisation/idle/reward": 0.5,
+            "utilisation/tokens_per_s/engines": 100 / 2.0,
+            "utilisation/tokens_per_s/policy": 2 * 200 / 2.0,
+            "utilisation/tokens_per_s/reference": 2 * 200 / 2.0,  # 200 by each of two models
+            "utilisation/tokens_per_s/critic": 2 * 200 / 4.0,
+            "utilisation/tokens_per_s/reward": 200 / 0.5,
             "rollout/token_latency": 3.0 / 200,
             "rollout/decode_steps": 100.0,
             "rollout/engine_balance": 0.75,
-            "padding/share": 0.0,
+            "utilisation/padding": 0.0,
             # Rollout 2.5 - 2, scoring 3 - 2.5, training 4 - 4, sync 1 - 1.
-            "data_wait/share": 0.1,
-            "tokens/minibatch": 200 / 4,
+            "utilisation/data_wait": 0.1,
+            "utilisation/tokens_per_minibatch": 200 / 4,
         }
     )
 
@@ -191,9 +191,9 @@ def test_moving_memory_is_neither_idle_nor_wait() -> None:
     utilisation.measure(steps, [BATCH])
     found = utilisation.measure(steps, [BATCH])
     assert found["moving/share"] == pytest.approx(2.0 / 12)
-    assert found["data_wait/share"] == pytest.approx(1.0 / 12), "as without"
-    assert found["idle/policy"] == pytest.approx(1 - (4.5 + 0.5) / 12)
-    assert found["idle/engines"] == pytest.approx(1 - (2.5 + 1.5) / 12)
+    assert found["utilisation/data_wait"] == pytest.approx(1.0 / 12), "as without"
+    assert found["utilisation/idle/policy"] == pytest.approx(1 - (4.5 + 0.5) / 12)
+    assert found["utilisation/idle/engines"] == pytest.approx(1 - (2.5 + 1.5) / 12)
 
 
 def test_a_replaced_engine_counts_from_zero(fleet: Fleet) -> None:
@@ -201,7 +201,7 @@ def test_a_replaced_engine_counts_from_zero(fleet: Fleet) -> None:
     measured(utilisation)
     measured(utilisation)
     fleet.engine_starts = 2
-    assert measured(utilisation)["idle/engines"] == pytest.approx(1 - (3.0 + 2.0) / 2 / 10)
+    assert measured(utilisation)["utilisation/idle/engines"] == pytest.approx(1 - (3.0 + 2.0) / 2 / 10)
 
 
 def test_an_evaluation_between_steps_does_not_count(fleet: Fleet) -> None:
@@ -210,7 +210,7 @@ def test_an_evaluation_between_steps_does_not_count(fleet: Fleet) -> None:
     assert measured(utilisation) == {}
     fleet.usage_by_group()  # what a step costs, here for an evaluation
     utilisation.begin()
-    assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
+    assert measured(utilisation)["utilisation/idle/policy"] == pytest.approx(0.55)
 
 
 def test_without_all_counters_there_are_no_metrics(fleet: Fleet) -> None:
@@ -220,7 +220,7 @@ def test_without_all_counters_there_are_no_metrics(fleet: Fleet) -> None:
     assert measured(utilisation) == {}
     fleet.lost = False
     assert measured(utilisation) == {}, "the counters before are not known"
-    assert measured(utilisation)["idle/policy"] == pytest.approx(0.55)
+    assert measured(utilisation)["utilisation/idle/policy"] == pytest.approx(0.55)
 
 
 def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> None:
@@ -229,7 +229,7 @@ def test_a_step_in_which_an_engine_was_given_up_has_no_metrics(fleet: Fleet) -> 
     measured(utilisation)
     fleet.first_engine = 1
     assert measured(utilisation) == {}
-    assert measured(utilisation)["idle/engines"] == pytest.approx(1 - 2.0 / 10)
+    assert measured(utilisation)["utilisation/idle/engines"] == pytest.approx(1 - 2.0 / 10)
 
 
 def test_padding_share_is_the_one_computed_by_hand() -> None:
