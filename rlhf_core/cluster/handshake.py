@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.cluster.disk_space import space_of, space_problem
-from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
-from rlhf_core.cluster.rpc import Pending, fetch, ready
+from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster, node_name
+from rlhf_core.cluster.rpc import Pending, settle
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import uses_gpu
 from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
@@ -92,9 +92,9 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
                         f"store.url={config.store_url}: this host does not see what that node writes;"
                         f" {_STORE_OF_HOSTS}"
                     )
-                log.info("node %s: %s", _name(node), _describe(report))
+                log.info("node %s: %s", node_name(node), _describe(report))
             if found:
-                problems.append(f"{_name(node)}: {'; '.join(found)}")
+                problems.append(f"{node_name(node)}: {'; '.join(found)}")
     finally:
         with suppress(RLHFError):
             store.delete_prefix(probe.prefix)
@@ -178,30 +178,23 @@ def _reports(
     Nodes that Ray loses in the meantime are left out. Raises InfrastructureError if a node has not answered
     after `seconds`.
     """
-    answered = ready(calls, seconds)
-    silent = [_name(node) for node, answer in zip(nodes, answered, strict=True) if not answer]
+    answers = list(zip(nodes, settle(calls, seconds), strict=True))
+    silent = [node_name(node) for node, answer in answers if isinstance(answer, TimeoutError)]
     if silent:
-        raise _no_answer(silent, seconds)
+        raise InfrastructureError(
+            f"{', '.join(silent)}: no answer within {seconds:g} s (run.timeouts.start); end these nodes, or"
+            " wait until they have started"
+        )
     reports: dict[str, Any] = {}
-    for node, call in zip(nodes, calls, strict=True):
-        try:
-            (reports[node["NodeID"]],) = fetch([call], seconds)
-        except RLHFError as error:
-            # A node without power is alive for Ray until its health check fails, after about a minute.
-            if node["NodeID"] not in {each["NodeID"] for each in cluster.nodes()}:
-                log.warning("%s is lost, and is not used: %s", _name(node), error.message)
-                continue
-            reports[node["NodeID"]] = f"cannot run this code: {error.message.splitlines()[0][:300]}"
-        except TimeoutError as error:
-            raise _no_answer([_name(node)], seconds) from error
+    for node, answer in answers:
+        if not isinstance(answer, RLHFError):
+            reports[node["NodeID"]] = answer
+        # A node without power is alive for Ray until its health check fails, after about a minute.
+        elif node["NodeID"] not in {each["NodeID"] for each in cluster.nodes()}:
+            log.warning("%s is lost, and is not used: %s", node_name(node), answer.message)
+        else:
+            reports[node["NodeID"]] = f"cannot run this code: {answer.message.splitlines()[0][:300]}"
     return reports
-
-
-def _no_answer(nodes: list[str], seconds: float) -> InfrastructureError:
-    return InfrastructureError(
-        f"{', '.join(nodes)}: no answer within {seconds:g} s (run.timeouts.start); end these nodes, or wait"
-        " until they have started"
-    )
 
 
 def report_node(probe: StoreProbe, node: str, home: str, copies: Mapping[str, int]) -> dict[str, Any]:
@@ -264,10 +257,6 @@ def compare_versions(own: Mapping[str, str], other: Mapping[str, str]) -> list[s
                 f"{name} is {other.get(name, 'missing')}, and {own.get(name, 'missing')} on this host"
             )
     return found
-
-
-def _name(node: Mapping[str, Any]) -> str:
-    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def _describe(report: Mapping[str, Any]) -> str:

@@ -19,6 +19,11 @@ _SHOWN_NODES = 8
 """Nodes that a message lists."""
 
 
+def node_name(node: Mapping[str, Any]) -> str:
+    """Return hostname and address of a node, for messages."""
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+
+
 class RayCluster:
     """What the driver of a stage asks Ray about its cluster.
 
@@ -31,23 +36,23 @@ class RayCluster:
 
         return str(ray.get_runtime_context().get_node_id())
 
-    def nodes(self) -> list[dict[str, Any]]:
-        """Return what Ray knows of each node that it takes for alive.
+    def all_nodes(self) -> list[dict[str, Any]]:
+        """Return what Ray knows of each node, also of those that are lost.
 
-        The fields are those of `ray.nodes`: NodeID, NodeManagerHostname, NodeManagerAddress, Resources.
+        Fields, as in `ray.nodes`: NodeID, NodeManagerHostname, NodeManagerAddress, Resources, Alive.
         """
         import ray
 
-        return [node for node in ray.nodes() if node["Alive"]]
+        nodes: list[dict[str, Any]] = ray.nodes()
+        return nodes
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return what Ray knows of each node that it takes for alive."""
+        return [node for node in self.all_nodes() if node["Alive"]]
 
     def node_names(self) -> dict[str, str]:
-        """Return hostname and address of each node by its id, also of those that are lost."""
-        import ray
-
-        names = {}
-        for node in ray.nodes():
-            names[node["NodeID"]] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-        return names
+        """Return the name of each node by its id, also of those that are lost."""
+        return {node["NodeID"]: node_name(node) for node in self.all_nodes()}
 
     def total(self) -> Mapping[str, float]:
         """Return the resources of all nodes."""

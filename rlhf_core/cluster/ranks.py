@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,8 @@ from rlhf_core.cluster.rpc import (
     ParticipantSpec,
     Pending,
     RemoteActor,
-    fetch,
-    ready,
     rpc,
+    settle,
     wait_for_first,
 )
 from rlhf_core.config.pipeline import RunConfig, TimeoutsConfig
@@ -456,10 +455,9 @@ class _Outcomes:
     def collect(self, also: Sequence[Pending[Any]] = ()) -> None:
         """Wait until a rank or one of `also` has ended, for at most `POLL_SECONDS`."""
         wait_for_first([*self.pending.values(), *also], POLL_SECONDS)
-        has_ended = ready(list(self.pending.values()), 0)
-        for rank in [rank for rank, ended in zip(self.pending, has_ended, strict=True) if ended]:
-            with suppress(TimeoutError):  # fetched the next time
-                self.ended[rank] = self._outcome(rank, self.pending[rank])
+        for rank, result in zip(list(self.pending), settle(list(self.pending.values()), 0), strict=True):
+            if not isinstance(result, TimeoutError):
+                self.ended[rank] = self._outcome(rank, result)
                 del self.pending[rank]
 
     @property
@@ -467,16 +465,15 @@ class _Outcomes:
         """Those with an error, the first one first."""
         return [outcome for outcome in self.ended.values() if outcome.error is not None]
 
-    def _outcome(self, rank: int, call: Pending[Any]) -> RankOutcome:
+    def _outcome(self, rank: int, result: Any) -> RankOutcome:
         name = self.names[rank]
-        try:
-            result = fetch([call], POLL_SECONDS)[0]
-            # `prepare` returns None.
-            outcome = result if isinstance(result, RankOutcome) else RankOutcome(result)
-        except WorkerDied:
+        if isinstance(result, WorkerDied):
             return RankOutcome(error=_death_of(name))
-        except RLHFError as error:
-            outcome = RankOutcome(error=error)
+        if isinstance(result, RLHFError):
+            outcome = RankOutcome(error=result)
+        else:
+            # `prepare` returns None.
+            outcome = result or RankOutcome()
         if outcome.error is not None and rank:
             # The errors of rank 0 are those of the stage.
             return replace(outcome, error=type(outcome.error)(f"{name}: {outcome.error.message}"))
@@ -551,16 +548,18 @@ class _Follower:
 
     def _serve(self) -> bool:
         """Execute the next call of rank 0, and ask for another. Return whether rank 0 answered."""
-        if self._request is None or not ready([self._request], 0)[0]:
+        if self._request is None:
             return False
-        try:
-            request, self._activity = fetch([self._request], POLL_SECONDS)[0]
-        except TimeoutError:
+        [answer] = settle([self._request], 0)
+        if isinstance(answer, TimeoutError):
             return False
-        except InfrastructureError:
+        if isinstance(answer, InfrastructureError):
             # It died. Its outcome is the error.
             self._request, self._activity = None, ""
             return True
+        if isinstance(answer, RLHFError):
+            raise answer
+        request, self._activity = answer
         if request == END:
             self._request = None
         else:

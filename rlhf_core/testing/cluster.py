@@ -20,12 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
 from rlhf_core.cluster.placement import RayCluster
 from rlhf_core.cluster.rpc import Pending, RayObjects, RemoteActor
+
+R = TypeVar("R")
 
 
 class LocalObjects(RayObjects):
@@ -60,10 +62,35 @@ class LocalObjects(RayObjects):
         self.killed.append(handle)
 
 
+NEVER: Any = Future()
+"""Result of a method whose call never ends."""
+
+
+class TimedObjects(LocalObjects):
+    """Objects of this process, for which nothing waits: a counter takes the place of the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        """Time that waits for calls which never end have taken."""
+
+    @override
+    def now(self) -> float:
+        return self.seconds
+
+    @override
+    def wait(self, references: Sequence[Any], *, count: int, seconds: float) -> list[Any]:
+        ended = [reference for reference in references if reference.done()]
+        if len(ended) < count:
+            self.seconds += seconds
+        return ended[:count]
+
+
 def local_actor(actor: Any, objects: LocalObjects | None = None) -> RemoteActor[Any]:
     """Return a remote actor whose calls run the methods of `actor` at once, in this process.
 
-    An error of a method is the result of its call. If a method returns a `Future`, the call ends with it.
+    An error of a method is the result of its call. If a method returns a `Future`, the call ends with it;
+    `NEVER` is one that does not end.
 
     Args:
         actor: Any object with the methods that are called.
@@ -81,22 +108,42 @@ class _Handle:
 
 
 class _Method:
-    def __init__(self, method: Callable[..., Any]) -> None:
+    def __init__(self, method: Callable[..., Any], parts: int | None = None) -> None:
         self._method = method
+        self._parts = parts
 
-    def remote(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def options(self, *, num_returns: int) -> _Method:
+        return _Method(self._method, num_returns)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the reference of the result, or of each part of it."""
         # As in Ray, an argument that is a reference arrives as its object.
         given = [arg.result() if isinstance(arg, Future) else arg for arg in args]
-        reference: Future[Any] = Future()
         try:
             result = self._method(*given, **kwargs)
         except Exception as error:
-            reference.set_exception(error)
-            return reference
+            result = Future()
+            result.set_exception(error)
+        if self._parts is None:
+            return _reference(result)
         if isinstance(result, Future):
-            return result
-        reference.set_result(result)
-        return reference
+            return [result] * self._parts
+        if len(result) != self._parts:
+            raise ValueError(f"{len(result)} results instead of {self._parts}, for which Ray raises an error")
+        return [_reference(part) for part in result]
+
+
+def _reference(result: Any) -> Future[Any]:
+    if isinstance(result, Future):
+        return result
+    reference: Future[Any] = Future()
+    reference.set_result(result)
+    return reference
+
+
+def ended(result: R, objects: LocalObjects | None = None) -> Pending[R]:
+    """Return a call with this result."""
+    return Pending(_reference(result), objects or LocalObjects())
 
 
 def node(
@@ -143,15 +190,8 @@ class ScriptedCluster(RayCluster):
         return str(self._nodes[0]["NodeID"])
 
     @override
-    def nodes(self) -> list[dict[str, Any]]:
-        return [each for each in self._nodes if each["Alive"]]
-
-    @override
-    def node_names(self) -> dict[str, str]:
-        return {
-            each["NodeID"]: f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})"
-            for each in self._nodes
-        }
+    def all_nodes(self) -> list[dict[str, Any]]:
+        return self._nodes
 
     @override
     def total(self) -> Mapping[str, float]:
