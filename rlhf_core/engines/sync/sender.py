@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
-from rlhf_core.engines.sync.transport import EngineClient, TransportConfig, Weights
 from rlhf_core.engines.sync.vllm_transport import VllmTransport
 from rlhf_core.engines.sync.wire import (
+    EngineClient,
     GlooSender,
     TensorSpec,
+    TransportConfig,
+    Weights,
     cut,
     pack,
     routes,

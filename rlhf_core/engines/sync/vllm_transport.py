@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.engines.sync.transport import EngineClient, TransportConfig, Weights
-from rlhf_core.engines.sync.wire import TensorSpec, plain_handles
+from rlhf_core.engines.sync.wire import EngineClient, TensorSpec, TransportConfig, Weights, plain_handles
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.processes import free_port
 
