@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster, node_name
 from rlhf_core.cluster.rpc import Pending, settle
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import uses_gpu
-from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
+from rlhf_core.errors import ConfigError, Finding, InfrastructureError, RLHFError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_cluster_memory, check_gpu_counts
 from rlhf_core.planning.hardware import cluster_hardware
@@ -113,7 +113,11 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
 def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig, stages: Collection[StageName]) -> None:
     """Compare the GPUs of the cluster with the needs of all stages, as the preflight does on one host."""
     gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
-    found = list(check_gpu_counts(config, int(gpus), "registered", stages))
+    _raise_or_warn(list(check_gpu_counts(config, int(gpus), "registered", stages)))
+
+
+def _raise_or_warn(found: Sequence[Finding]) -> None:
+    """Raise one ConfigError for all that are errors. Otherwise log all of them."""
     problems = [finding.message for finding in found if isinstance(finding, ConfigError)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -134,10 +138,8 @@ def _check_memory(
         log.info("the memory of the GPUs is not compared: unknown, or of several kinds")
         return
     found = check_cluster_memory(config, hardware, stages)
-    if isinstance(found, ConfigError):
-        raise found
     if found is not None:
-        log.warning("%s", found)
+        _raise_or_warn([found])
 
 
 def _store_probe(config: PipelineConfig) -> StoreProbe:

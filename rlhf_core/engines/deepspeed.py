@@ -429,10 +429,15 @@ class TrainingEngine:
         Ranks on several hosts need not share the folder: each has its own part there.
         """
         (folder / _TAG).mkdir(parents=True, exist_ok=True)  # DeepSpeed makes it on rank 0 only
+        counters = {
+            "steps_done": self.steps_done,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
         self.engine.save_checkpoint(
             str(folder),
             tag=_TAG,
-            client_state={_COUNTERS: self._counters()},
+            client_state={_COUNTERS: counters},
             save_latest=True,
             exclude_frozen_parameters=self.lora is not None,
         )
@@ -509,13 +514,6 @@ class TrainingEngine:
     @property
     def _copies(self) -> list[WeightCopy]:
         return [copy for copy in (self._average, self._best) if copy is not None]
-
-    def _counters(self) -> dict[str, int]:
-        return {
-            "steps_done": self.steps_done,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
-        }
 
 
 def deepspeed_config(
