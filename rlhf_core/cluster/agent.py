@@ -167,6 +167,7 @@ class NodeAgent:
     def save_stacks(self) -> dict[str, str]:
         """Have the participants of this host write their stacks; return them by name."""
         names = [participant.name for participant in self._monitor.local()]
+        # Stacks of an earlier stall, which the driver already has.
         before = {name: len(read_stacks(self._monitor.folder, name)) for name in names}
         self._monitor.save_stacks()
         # The driver has the same files.
@@ -177,6 +178,7 @@ class NodeAgent:
     @_served
     def kill(self, names: Sequence[str] | None) -> None:
         """Send SIGKILL to the participants `names` (None: all) on this host."""
+        # Hosts may share the folder, and a monitor forgets the participants that it kills.
         own = {participant.name for participant in self._monitor.local()}
         self._monitor.kill([name for name in own if names is None or name in names])
 

@@ -147,6 +147,7 @@ def _store_probe(config: PipelineConfig) -> StoreProbe:
     if config.store_folder is not None:
         url = str(Path(config.store_folder).absolute())
     endpoint = s3_endpoint(config.store.endpoint)
+    # Random, because several runs may look at one store at the same time.
     return StoreProbe(url, endpoint, f"probe-{uuid.uuid4().hex}")
 
 

@@ -305,7 +305,7 @@ class ClusterNodes:
             found = self._wait([host.call(NodeAgent.listing, folder)])[0]
             own = self._digests.of(folder)
             # What `share` has copied there does not come back.
-            known = {**{folder / name: digest for name, digest in own.items()}, **self.stored}
+            known = {folder / name: digest for name, digest in own.items()} | dict(self.stored)
             new = [entry for entry in found if known.get(folder / entry.path) != entry.sha256]
             if new:
                 self.output.begin()
@@ -333,7 +333,9 @@ class ClusterNodes:
                 _require_same(folder, own, files, host.name)
             return
         needed = self.output.files_of(folder, own)
-        lacking = [[each for each in needed if files.get(each.path) != each.sha256] for files in there]
+        lacking = []
+        for files in there:
+            lacking.append([each for each in needed if files.get(each.path) != each.sha256])
         self.output.send(folder, merged(*lacking))
         source = self.output.key_of(folder)
         calls = [

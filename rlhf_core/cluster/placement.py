@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,7 +195,7 @@ def reserve(
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in cluster.nodes()]
     check_room(bundles, nodes, what, fix)
-    needed = _amounts(_sum(bundles))
+    needed = _amounts(sum_of(bundles))
     group, reserved = cluster.reserve(bundles)
     if not all(ready([reserved], patience)):
         log.warning("%s need %s, and wait for them: %s", what, needed, _free(cluster))
@@ -223,12 +223,14 @@ def check_room(
         what: See `reserve`.
         fix: See `reserve`.
     """
-    needed, total = _sum(bundles), _sum([resources for _, resources in nodes])
+    needed, total = sum_of(bundles), sum_of(resources for _, resources in nodes)
     if any(amount > total[name] for name, amount in needed.items()):
         raise ConfigError(f"{what} need {_amounts(needed)}, but the Ray cluster has {_amounts(total)}; {fix}")
     for kind, count in Counter(tuple(sorted(bundle.items())) for bundle in bundles).items():
-        # Ray's amounts have four decimal places.
-        room = sum(min(int(node.get(name, 0) / each + 1e-6) for name, each in kind) for _, node in nodes)
+        room = 0
+        for _, node in nodes:
+            # Ray's amounts have four decimal places.
+            room += min(int(node.get(name, 0) / each + 1e-6) for name, each in kind)
         if room < count:
             shown = [f"{name}: {_amounts(resources)}" for name, resources in nodes[:_SHOWN_NODES]]
             more = [] if len(nodes) <= _SHOWN_NODES else ["..."]
@@ -238,8 +240,12 @@ def check_room(
             )
 
 
-def _sum(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(each.get(name, 0) for each in resources) for name in ("CPU", "GPU")}
+def sum_of(resources: Iterable[Mapping[str, float]]) -> Counter[str]:
+    """Return the sum of each resource; 0 for one that occurs nowhere."""
+    total: Counter[str] = Counter()
+    for each in resources:
+        total.update(each)
+    return total
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

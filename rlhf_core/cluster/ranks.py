@@ -153,7 +153,7 @@ def map_ranks(
 
 
 def _limits(run: RunConfig | None) -> TimeoutsConfig:
-    return TimeoutsConfig() if run is None else run.timeouts
+    return (run or RunConfig()).timeouts
 
 
 def _run_actors(
@@ -253,6 +253,7 @@ class RankActor(ListeningActor):
                 raise
             return RankOutcome(stopped=True)
         except Exception as error:
+            # Into the log of the rank: the error that is returned loses its traceback on the way.
             traceback.print_exc()
             sys.stderr.flush()
             ours = classified(error)
@@ -261,6 +262,7 @@ class RankActor(ListeningActor):
             return RankOutcome(error=ours, broken=broken)
         finally:
             unregister()
+            # Last: the stage's process asks for no more requests after it.
             self._mailbox.post(END)
 
     def next_request(self, reply: CallReply | None, stop: bool) -> tuple[CallRequest | None, str]:
@@ -355,8 +357,8 @@ class RankGroup:
         """Names of the ranks in messages."""
         if on_cluster():
             nodes = RAY_CLUSTER.node_names()
-            where = [nodes[node_id] for node_id in self._placement.nodes]
-            self._names = [f"{name} on {node}" for name, node in zip(self._names, where, strict=True)]
+            for rank, node_id in enumerate(self._placement.nodes):
+                self._names[rank] += f" on {nodes[node_id]}"
         self._actors = [self._start(rank) for rank in range(layout.ranks)]
 
     def _start(self, rank: int) -> RemoteActor[RankActor]:

@@ -235,7 +235,6 @@ class GpuSampler:
         self._read = read
         self._counters: dict[str, float] = defaultdict(float)
         self._most_memory: float | None = None
-        self._ended = threading.Event()
         threading.Thread(target=self._sample, args=(seconds,), daemon=True, name="gpu-usage").start()
 
     def counters(self) -> dict[str, float]:
@@ -247,12 +246,9 @@ class GpuSampler:
         most, self._most_memory = self._most_memory, None
         return most
 
-    def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-
     def _sample(self, seconds: float) -> None:
-        while not self._ended.wait(seconds):
+        while True:
+            time.sleep(seconds)
             method = self._running()
             if not method:
                 continue
@@ -497,6 +493,7 @@ class ActorClient:
         last_progress = self.clock()
         try:
             while True:
+                # In each round: a wait may take longer than the limit, as long as the actors work.
                 heartbeat(f"wait for {what}", self.timeouts.stall)
                 try:
                     receive(pending, received, POLL_SECONDS)

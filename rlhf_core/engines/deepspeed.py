@@ -291,18 +291,17 @@ class TrainingEngine:
 
     def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `weights` (or `adapter`) yields."""
-        if not adapter:
-            return [
-                (name, tuple(tensor.shape))
-                for group in self._weight_layout(None)
-                for name, tensor in self._in_files(group).items()
-            ]
-        return [
-            (new_name, shape(parameter))
-            for group in self._gather_groups()
-            for name, parameter in group
-            if (new_name := adapter_name(name))
-        ]
+        shapes: list[tuple[str, tuple[int, ...]]] = []
+        if adapter:
+            for group in self._gather_groups():
+                for name, parameter in group:
+                    if new_name := adapter_name(name):
+                        shapes.append((new_name, shape(parameter)))
+            return shapes
+        for layout in self._weight_layout(None):
+            for name, tensor in self._in_files(layout).items():
+                shapes.append((name, tuple(tensor.shape)))
+        return shapes
 
     def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Return the parameters by decoder layer, so that gathering holds at most one layer."""

@@ -182,6 +182,7 @@ def return_freed_memory() -> None:
 
 def _set_malloc(option: int, value: int) -> bool:
     """Call `mallopt`, and return whether it has accepted the value."""
+    # Not every C library has it.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(option, value) == 1
 

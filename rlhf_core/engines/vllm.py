@@ -156,11 +156,10 @@ class Engine:
             use_tqdm=False,
             lora_request=_adapter(adapter),
         )
-        return [
-            rollout
-            for prompt, output in zip(prompts, outputs, strict=True)
-            for rollout in _rollouts(prompt, output, policy_version)
-        ]
+        rollouts: list[Rollout] = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            rollouts += _rollouts(prompt, output, policy_version)
+        return rollouts
 
     def _parameters(self, seed: int, options: SamplingOptions) -> Any:
         from vllm import SamplingParams

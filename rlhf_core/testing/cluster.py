@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from rlhf_core.cluster.placement import RayCluster
+from rlhf_core.cluster.placement import RayCluster, sum_of
 from rlhf_core.cluster.rpc import Pending, RayObjects, RemoteActor
 
 R = TypeVar("R")
@@ -83,6 +83,7 @@ class TimedObjects(LocalObjects):
         ended = [reference for reference in references if reference.done()]
         if len(ended) < count:
             self.seconds += seconds
+        # As `ray.wait`, which returns no more than it was asked for.
         return ended[:count]
 
 
@@ -121,6 +122,7 @@ class _Method:
         given = [arg.result() if isinstance(arg, Future) else arg for arg in args]
         try:
             result = self._method(*given, **kwargs)
+        # Any error is the result of the call, as in Ray.
         except Exception as error:
             result = Future()
             result.set_exception(error)
@@ -195,7 +197,7 @@ class ScriptedCluster(RayCluster):
 
     @override
     def total(self) -> Mapping[str, float]:
-        return _sum([each["Resources"] for each in self.nodes()])
+        return sum_of(each["Resources"] for each in self.nodes())
 
     @override
     def free(self) -> Mapping[str, float]:
@@ -205,7 +207,7 @@ class ScriptedCluster(RayCluster):
     def reserve(self, bundles: Sequence[Mapping[str, float]]) -> tuple[Any, Pending[Any]]:
         """Return the bundles as the placement group. The sums of their resources are compared with `free`."""
         self.reserved.append(list(bundles))
-        needed, free = _sum(bundles), self.free()
+        needed, free = sum_of(bundles), self.free()
         reference: Future[None] = Future()
         if all(amount <= free.get(name, 0) for name, amount in needed.items()):
             reference.set_result(None)
@@ -216,10 +218,3 @@ class ScriptedCluster(RayCluster):
         self, actor: type[Any], node_id: str, arguments: Sequence[Any], max_concurrency: int
     ) -> RemoteActor[Any]:
         return local_actor(self._actors[node_id], self.objects)
-
-
-def _sum(resources: Sequence[Mapping[str, float]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for each in resources:
-        total.update(each)
-    return total

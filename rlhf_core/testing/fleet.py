@@ -46,6 +46,7 @@ class ScriptedMonitor(Monitor):
     """Observes no processes. Its participants are those that a test reports."""
 
     def __init__(self) -> None:
+        # Nothing is written to the folder, which only error messages name.
         super().__init__(Path("scripted processes"))
 
     def report(self, name: str, state: State = "running", activity: str = "") -> None:

@@ -99,8 +99,10 @@ def plain_handles(handles: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """
 
     def plain(value: Any) -> Any:
-        numbers = [number for number, known in enumerate(_TYPES) if value is known]
-        return {"type": numbers[0]} if numbers else value
+        for number, known in enumerate(_TYPES):
+            if value is known:
+                return {"type": number}
+        return value
 
     return {gpu: [plain(value) for value in handle] for gpu, handle in handles.items()}
 
@@ -196,17 +198,18 @@ def are_interchangeable(one: Path, other: Path) -> bool:
     Their configurations must be equal, and so must names, types and shapes of their tensors, which this host
     must have. Weights that are quantized in the files are never replaced.
     """
-    folders = [ModelFolder(one), ModelFolder(other)]
-    if not all(folder.has_config for folder in folders):
+    first, second = ModelFolder(one), ModelFolder(other)
+    if not (first.has_config and second.has_config):
         return False
-    configs = [folder.config for folder in folders]
-    if configs[0] != configs[1] or "quantization_config" in configs[0]:
+    if first.config != second.config or "quantization_config" in first.config:
         return False
-    tensors = [
-        {name: (entry["dtype"], entry["shape"]) for name, entry in folder.tensors.items()}
-        for folder in folders
-    ]
-    return tensors[0] == tensors[1] and len(tensors[0]) > 0
+    kinds = _tensor_kinds(first)
+    return bool(kinds) and kinds == _tensor_kinds(second)
+
+
+def _tensor_kinds(folder: ModelFolder) -> dict[str, tuple[Any, Any]]:
+    """Return type and shape of each tensor by name, from the headers of the files."""
+    return {name: (entry["dtype"], entry["shape"]) for name, entry in folder.tensors.items()}
 
 
 # -- transport --
