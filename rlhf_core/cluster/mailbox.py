@@ -21,6 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,18 +120,20 @@ class _Remote:
         self._part = part
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        # Every method as it is called: the caller's type checker compares the call with the real part.
-        def call(*args: Any, **kwargs: Any) -> Any:
-            part = self._part
-            return self._mailbox.call(
-                lambda server: getattr(getattr(server.context, part), method)(*args, **kwargs)
-            )
+        if method.startswith("_"):
+            # Special methods that Python and libraries look for, such as `__deepcopy__`.
+            raise AttributeError(method)
+        return partial(self._call, method)
 
-        return call
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call("__call__", *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Python looks a special method up in the class, where `__getattr__` does not find it.
-        return self.__getattr__("__call__")(*args, **kwargs)
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        # Only the name of the part, because Ray serializes the function: the mailbox stays here.
+        part = self._part
+        return self._mailbox.call(
+            lambda server: getattr(getattr(server.context, part), method)(*args, **kwargs)
+        )
 
 
 class _Writable:

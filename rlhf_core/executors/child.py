@@ -174,6 +174,7 @@ def start_child(
     with contextlib.ExitStack() as opened:
         read_fd, write_fd = os.pipe()
         opened.callback(os.close, write_fd)
+        # A read returns what is in the pipe, also if that is less than a line (`_Lines`).
         os.set_blocking(read_fd, False)
         events = os.fdopen(read_fd, "rb", buffering=0)
         on_error = opened.enter_context(contextlib.ExitStack())

@@ -106,6 +106,7 @@ class SlurmJobs:
             lines = self._lines(accounting, without="")
         if not lines:
             return JobStatus("missing")
+        # Of several jobs with this name, all but one wait (`--dependency=singleton`) or have ended.
         statuses = [_status(line) for line in lines]
         return next((status for status in statuses if status.is_active), statuses[-1])
 

@@ -135,6 +135,7 @@ class KeyOnly:
         if len(given) != 1:
             return False
         scheme, _, key = given[0].partition(b" ")
+        # `==` takes longer the more of the key is right, which tells it byte by byte.
         return scheme.lower() == b"bearer" and secrets.compare_digest(key, self._key)
 
 
