@@ -114,10 +114,7 @@ def run_ranks(
         RLHFError: The error of another rank than 0, with its class and the number of the rank.
     """
     layout = RankLayout(ranks, device, neighbours=neighbours)
-    with nullcontext(monitor) if monitor is not None else Monitor() as seen:
-        if not needs_actors(ranks):
-            return _run_here(layout, target, args, context, _limits(run), seen)
-        return _run_actors(layout, target, args, context, run, seen)[0]
+    return _run(layout, target, args, context, run, monitor)[0]
 
 
 def map_ranks(
@@ -148,29 +145,32 @@ def map_ranks(
     Raises the same errors as `run_ranks`.
     """
     layout = RankLayout(ranks, device, label, gpus_per_rank, process_group=False)
-    with nullcontext(monitor) if monitor is not None else Monitor() as seen:
-        return _run_actors(layout, target, args, context, run, seen)
+    return _run(layout, target, args, context, run, monitor)
 
 
 def _limits(run: RunConfig | None) -> TimeoutsConfig:
     return (run or RunConfig()).timeouts
 
 
-def _run_actors(
+def _run(
     layout: RankLayout,
     target: Target,
     args: tuple[Any, ...],
     context: StageContext | None,
     run: RunConfig | None,
-    monitor: Monitor,
+    monitor: Monitor | None,
 ) -> list[Any]:
-    nodes = None if context is None else context.nodes
-    with ray_session(layout.ranks, layout.device, run, monitor, nodes):
-        group = RankGroup(layout, _limits(run), monitor)
-        try:
-            return group.run(target, args, context)
-        finally:
-            group.end()
+    limits, nodes = _limits(run), None if context is None else context.nodes
+    with nullcontext(monitor) if monitor is not None else Monitor() as seen:
+        # Without a process group each rank has a process of its own, also a single one.
+        if layout.process_group and not needs_actors(layout.ranks):
+            return [_run_here(layout, target, args, context, limits, seen)]
+        with ray_session(layout.ranks, layout.device, run, seen, nodes):
+            group = RankGroup(layout, limits, seen)
+            try:
+                return group.run(target, args, context)
+            finally:
+                group.end()
 
 
 def _run_here(
