@@ -19,16 +19,7 @@ from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.placement import RAY_CLUSTER
 from rlhf_core.cluster.ranks import new_ray_session
-from rlhf_core.cluster.rpc import (
-    Actor,
-    ActorClient,
-    ParticipantSpec,
-    Pending,
-    RemoteActor,
-    Usage,
-    fetch,
-    ready,
-)
+from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage, fetch
 from rlhf_core.config.placement import Group, PPOSettings, Role, plan
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.engines.sync.sender import SyncReport
@@ -394,9 +385,8 @@ class Fleet:
         for group in self.distinct_groups:
             actors[group.group.name] = [*group.workers]
         calls = {name: [actor.call(Actor.usage) for actor in group] for name, group in actors.items()}
-        if not all(ready([call for group in calls.values() for call in group], _USAGE_SECONDS)):
-            return None
         try:
+            # All were asked at the same time, so the second group has had the time of the first one, too.
             return {name: fetch(group, _USAGE_SECONDS) for name, group in calls.items()}
         except (InfrastructureError, TimeoutError):
             return None
