@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from rlhf_core.cluster.check import check_cluster
+from rlhf_core.cluster.connect import check_cluster
 from rlhf_core.config.consistency import check_consistency, unusual_settings
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, shown, texts

@@ -30,7 +30,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.disk_space import Space, space_of
-from rlhf_core.cluster.rpc import Pending, RemoteActor, fetch, ready
+from rlhf_core.cluster.rpc import Pending, RemoteActor, settle
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError, InfrastructureError, InputError, RLHFError, classified
 from rlhf_core.storage import bundles
@@ -167,6 +167,7 @@ class NodeAgent:
     def save_stacks(self) -> dict[str, str]:
         """Have the participants of this host write their stacks; return them by name."""
         names = [participant.name for participant in self._monitor.local()]
+        # Stacks of an earlier stall, which the driver already has.
         before = {name: len(read_stacks(self._monitor.folder, name)) for name in names}
         self._monitor.save_stacks()
         # The driver has the same files.
@@ -177,6 +178,7 @@ class NodeAgent:
     @_served
     def kill(self, names: Sequence[str] | None) -> None:
         """Send SIGKILL to the participants `names` (None: all) on this host."""
+        # Hosts may share the folder, and a monitor forgets the participants that it kills.
         own = {participant.name for participant in self._monitor.local()}
         self._monitor.kill([name for name in own if names is None or name in names])
 
@@ -325,16 +327,13 @@ class Host:
         if self.pending is None and not self.lost:
             self.pending, self.asked = self.call(NodeAgent.report), 0.0
 
-    def receive(self, report: Pending[list[Participant]]) -> None:
-        """Replace what is known by a report that has come."""
-        try:
-            [self.participants] = fetch([report], POLL_SECONDS)
-            self.silent, self.pending = 0.0, None
-        except TimeoutError:
-            return  # the next time
-        except RLHFError as error:
-            log.warning("host %s is lost: %s", self.name, error)
+    def receive(self, report: list[Participant] | RLHFError | TimeoutError) -> None:
+        """Replace what is known by a report, if it has come."""
+        if isinstance(report, RLHFError):
+            log.warning("host %s is lost: %s", self.name, report)
             self.lose()
+        elif not isinstance(report, TimeoutError):
+            self.participants, self.silent, self.pending = report, 0.0, None
 
     def advance(self, seconds: float) -> None:
         """Count the time since the last report, also for the participants."""
@@ -353,19 +352,8 @@ class Host:
 
 def of_host(error: InfrastructureError, calls: Sequence[HostCall[Any]]) -> InfrastructureError:
     """Return the error of one of several calls with the name of its host. Ray's own errors have none."""
-    for call, has_ended in zip(calls, await_calls(calls, POLL_SECONDS), strict=True):
-        if not has_ended:
-            continue
-        try:
-            fetch([call], POLL_SECONDS)
-        except InfrastructureError as own:
+    for call, own in zip(calls, settle(calls, POLL_SECONDS), strict=True):
+        if isinstance(own, InfrastructureError):
             named = f"host {call.host.name}"
             return own if named in own.message else type(own)(f"{named}: {own.message}")
-        except (TimeoutError, RLHFError):
-            continue
     return error
-
-
-def await_calls(calls: Sequence[Pending[R]], seconds: float) -> list[bool]:
-    """Return for each call whether it has ended; `ready` needs at least one."""
-    return ready(calls, seconds) if calls else []

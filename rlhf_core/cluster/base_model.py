@@ -39,11 +39,10 @@ class BaseModel:
             sources: Digests of the external inputs of the stage.
         """
         base = base_of(config, stage)
-        digest = None if base is None else sources.get(base.digest_name)
-        if base is None or digest is None:
+        if base is None or base.digest_name not in sources:
             return None
         copy = parse_artifact_copy(base.path)
-        return cls(stage, digest, None if copy is None else copy.address)
+        return cls(stage, sources[base.digest_name], None if copy is None else copy.address)
 
     def fetch(self, config: PipelineConfig, artifacts: ArtifactStore) -> None:
         """Fetch a hub model, or a copy of an artifact, to this host.
@@ -91,9 +90,15 @@ class BaseModel:
 
 def copied_base_models(config: PipelineConfig) -> dict[str, ArtifactCopy]:
     """Return the base models that are copies of artifacts in a bucket on this host, by their fields."""
-    bases = [base for stage in BASE_STAGES if (base := base_of(config, stage)) is not None]
-    copies = {base.field: parse_artifact_copy(base.path) for base in bases}
-    return {field: copy for field, copy in copies.items() if copy is not None and copy.store is not None}
+    copies = {}
+    for stage in BASE_STAGES:
+        base = base_of(config, stage)
+        if base is None:
+            continue
+        copy = parse_artifact_copy(base.path)
+        if copy is not None and copy.store is not None:
+            copies[base.field] = copy
+    return copies
 
 
 def with_own_copies(

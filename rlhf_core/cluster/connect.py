@@ -1,5 +1,5 @@
-"""The connection of a stage to Ray: a cluster of this host alone, or the one at RAY_ADDRESS; and the
-environment of ranks and engines on other hosts.
+"""The connection of a stage to Ray: a cluster of this host alone, or the one at RAY_ADDRESS; its check before
+the run; and the environment of ranks and engines on other hosts. Importing this module does not import ray.
 """
 
 from __future__ import annotations
@@ -7,24 +7,63 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import re
 import secrets
 import signal
+import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import RunConfig, runs_on_gpu
 from rlhf_core.config.placement import plan
-from rlhf_core.errors import ConfigError
+from rlhf_core.config.redact import shown
+from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.storage.s3 import ADDRESS_VARIABLES
 from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 from rlhf_core.types import Nodes
+
+_CONNECT_SECONDS = 5.0
+_HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(\d{1,5})")
 
 
 def on_cluster() -> bool:
     """Return whether RAY_ADDRESS names a running cluster. Without it, Ray runs on this host alone."""
     return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def check_cluster(config: PipelineConfig) -> Iterator[Finding]:
+    """Check that a server answers at RAY_ADDRESS, or that Ray on this machine requires its token. Otherwise
+    the error would only appear when PPO starts, after hours.
+
+    This is the only network connection of the preflight.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        mode = os.environ.get("RAY_AUTH_MODE", "token")
+        if mode.lower() != "token":
+            yield ConfigError(
+                f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(mode)}; unset it"
+            )
+        return
+    match = _HOST_AND_PORT.fullmatch(address)
+    if match is None or int(match[2]) > 65_535:
+        yield ConfigError(
+            f"RAY_ADDRESS: must be host:port of a running cluster's head; got {shown(address)}; give it (`ray"
+            " status` shows it), or unset it to start Ray on this machine"
+        )
+        return
+    host, port = match[1].strip("[]"), int(match[2])
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
+            return
+    # A label of the host name that is empty or too long is a UnicodeError, which is a ValueError.
+    except (OSError, ValueError, OverflowError) as error:
+        yield ConfigError(
+            f"RAY_ADDRESS: no Ray cluster answers at {shown(address)} ({error}); start it, or unset it to"
+            " start Ray on this machine"
+        )
 
 
 def connect(

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.cluster.disk_space import space_of, space_problem
-from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
-from rlhf_core.cluster.rpc import Pending, fetch, ready
+from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster, node_name
+from rlhf_core.cluster.rpc import Pending, settle
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import uses_gpu
-from rlhf_core.errors import ConfigError, InfrastructureError, RLHFError
+from rlhf_core.errors import ConfigError, Finding, InfrastructureError, RLHFError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_cluster_memory, check_gpu_counts
 from rlhf_core.planning.hardware import cluster_hardware
@@ -92,9 +92,9 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
                         f"store.url={config.store_url}: this host does not see what that node writes;"
                         f" {_STORE_OF_HOSTS}"
                     )
-                log.info("node %s: %s", _name(node), _describe(report))
+                log.info("node %s: %s", node_name(node), _describe(report))
             if found:
-                problems.append(f"{_name(node)}: {'; '.join(found)}")
+                problems.append(f"{node_name(node)}: {'; '.join(found)}")
     finally:
         with suppress(RLHFError):
             store.delete_prefix(probe.prefix)
@@ -113,7 +113,11 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
 def _check_gpus(nodes: list[dict[str, Any]], config: PipelineConfig, stages: Collection[StageName]) -> None:
     """Compare the GPUs of the cluster with the needs of all stages, as the preflight does on one host."""
     gpus = sum(node["Resources"].get("GPU", 0) for node in nodes)
-    found = list(check_gpu_counts(config, int(gpus), "registered", stages))
+    _raise_or_warn(list(check_gpu_counts(config, int(gpus), "registered", stages)))
+
+
+def _raise_or_warn(found: Sequence[Finding]) -> None:
+    """Raise one ConfigError for all that are errors. Otherwise log all of them."""
     problems = [finding.message for finding in found if isinstance(finding, ConfigError)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -134,10 +138,8 @@ def _check_memory(
         log.info("the memory of the GPUs is not compared: unknown, or of several kinds")
         return
     found = check_cluster_memory(config, hardware, stages)
-    if isinstance(found, ConfigError):
-        raise found
     if found is not None:
-        log.warning("%s", found)
+        _raise_or_warn([found])
 
 
 def _store_probe(config: PipelineConfig) -> StoreProbe:
@@ -145,6 +147,7 @@ def _store_probe(config: PipelineConfig) -> StoreProbe:
     if config.store_folder is not None:
         url = str(Path(config.store_folder).absolute())
     endpoint = s3_endpoint(config.store.endpoint)
+    # Random, because several runs may look at one store at the same time.
     return StoreProbe(url, endpoint, f"probe-{uuid.uuid4().hex}")
 
 
@@ -178,30 +181,23 @@ def _reports(
     Nodes that Ray loses in the meantime are left out. Raises InfrastructureError if a node has not answered
     after `seconds`.
     """
-    answered = ready(calls, seconds)
-    silent = [_name(node) for node, answer in zip(nodes, answered, strict=True) if not answer]
+    answers = list(zip(nodes, settle(calls, seconds), strict=True))
+    silent = [node_name(node) for node, answer in answers if isinstance(answer, TimeoutError)]
     if silent:
-        raise _no_answer(silent, seconds)
+        raise InfrastructureError(
+            f"{', '.join(silent)}: no answer within {seconds:g} s (run.timeouts.start); end these nodes, or"
+            " wait until they have started"
+        )
     reports: dict[str, Any] = {}
-    for node, call in zip(nodes, calls, strict=True):
-        try:
-            (reports[node["NodeID"]],) = fetch([call], seconds)
-        except RLHFError as error:
-            # A node without power is alive for Ray until its health check fails, after about a minute.
-            if node["NodeID"] not in {each["NodeID"] for each in cluster.nodes()}:
-                log.warning("%s is lost, and is not used: %s", _name(node), error.message)
-                continue
-            reports[node["NodeID"]] = f"cannot run this code: {error.message.splitlines()[0][:300]}"
-        except TimeoutError as error:
-            raise _no_answer([_name(node)], seconds) from error
+    for node, answer in answers:
+        if not isinstance(answer, RLHFError):
+            reports[node["NodeID"]] = answer
+        # A node without power is alive for Ray until its health check fails, after about a minute.
+        elif node["NodeID"] not in {each["NodeID"] for each in cluster.nodes()}:
+            log.warning("%s is lost, and is not used: %s", node_name(node), answer.message)
+        else:
+            reports[node["NodeID"]] = f"cannot run this code: {answer.message.splitlines()[0][:300]}"
     return reports
-
-
-def _no_answer(nodes: list[str], seconds: float) -> InfrastructureError:
-    return InfrastructureError(
-        f"{', '.join(nodes)}: no answer within {seconds:g} s (run.timeouts.start); end these nodes, or wait"
-        " until they have started"
-    )
 
 
 def report_node(probe: StoreProbe, node: str, home: str, copies: Mapping[str, int]) -> dict[str, Any]:
@@ -264,10 +260,6 @@ def compare_versions(own: Mapping[str, str], other: Mapping[str, str]) -> list[s
                 f"{name} is {other.get(name, 'missing')}, and {own.get(name, 'missing')} on this host"
             )
     return found
-
-
-def _name(node: Mapping[str, Any]) -> str:
-    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def _describe(report: Mapping[str, Any]) -> str:

@@ -19,14 +19,15 @@ import pickle
 import queue
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.errors import RLHFError, classified
 from rlhf_core.system.stopping import StopRequest
-from rlhf_core.types import AnsweredPrompt, Checkpoints, MetricLogger, Progress, StageContext
+from rlhf_core.types import StageContext
 
 T = TypeVar("T")
 
@@ -98,53 +99,41 @@ class Mailbox:
 
     def context(self, context: StageContext) -> StageContext:
         """Return `context`, from `portable`, with the parts that it had in the stage's process."""
-        return replace(
-            context,
-            checkpoints=_RemoteCheckpoints(self),
-            metrics=_RemoteMetrics(self),
-            progress=_RemoteProgress(self),
-            stop=self.stop,
-        )
+        parts: dict[str, Any] = {
+            "checkpoints": _Remote(self, "checkpoints"),
+            "metrics": _RemoteMetrics(self, "metrics"),
+            "progress": _Remote(self, "progress"),
+        }
+        return replace(context, **parts, stop=self.stop)
 
 
 class _Remote:
-    """A part of the context. Its methods are called in the stage's process."""
+    """A part of the context whose methods are called in the stage's process.
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    Args:
+        mailbox: Takes the calls.
+        part: Name of the field of `StageContext`.
+    """
+
+    def __init__(self, mailbox: Mailbox, part: str) -> None:
         self._mailbox = mailbox
+        self._part = part
 
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            # Special methods that Python and libraries look for, such as `__deepcopy__`.
+            raise AttributeError(method)
+        return partial(self._call, method)
 
-class _RemoteCheckpoints(_Remote, Checkpoints):
-    def latest(self) -> tuple[int, Path] | None:
-        return self._mailbox.call(lambda server: server.context.checkpoints.latest())
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call("__call__", *args, **kwargs)
 
-    def prepare(
-        self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0
-    ) -> None:
-        """Prepare a checkpoint.
-
-        Args:
-            step, folder, size, unsharded, own: See `Checkpoints.prepare`.
-        """
-        self._mailbox.call(
-            lambda server: server.context.checkpoints.prepare(step, folder, size, unsharded, own=own)
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        # Only the name of the part, because Ray serializes the function: the mailbox stays here.
+        part = self._part
+        return self._mailbox.call(
+            lambda server: getattr(getattr(server.context, part), method)(*args, **kwargs)
         )
-
-    def save(
-        self,
-        step: int,
-        folder: Path,
-        score: float | None = None,
-    ) -> None:
-        self._mailbox.call(lambda server: server.context.checkpoints.save(step, folder, score))
-
-    def best(self) -> str | None:
-        return self._mailbox.call(lambda server: server.context.checkpoints.best())
-
-
-class _RemoteProgress(_Remote, Progress):
-    def __call__(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
-        self._mailbox.call(lambda server: server.context.progress(task, done, total, unit, **metrics))
 
 
 class _Writable:
@@ -157,23 +146,11 @@ class _Writable:
         return pickle.loads, (pickle.dumps(self._value),)
 
 
-class _RemoteMetrics(_Remote, MetricLogger):
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self._mailbox.call(lambda server: server.context.metrics.log_metrics(metrics, step))
-
-    def flush(self) -> None:
-        self._mailbox.call(lambda server: server.context.metrics.flush())
-
-    def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        self._mailbox.call(lambda server: server.context.metrics.log_table(name, rows))
-
+class _RemoteMetrics(_Remote):
     def log_figure(self, name: str, figure: Any) -> None:
         # matplotlib changes the arrays of a figure when it draws it.
         writable = _Writable(figure)
         self._mailbox.call(lambda server: server.context.metrics.log_figure(name, writable))
-
-    def log_answers(self, rows: list[AnsweredPrompt]) -> None:
-        self._mailbox.call(lambda server: server.context.metrics.log_answers(rows))
 
     def log_file(self, path: Path, folder: str = "") -> None:
         # The file is on the disk of this host.

@@ -30,7 +30,6 @@ from rlhf_core.cluster.agent import (
     HostCall,
     NodeAgent,
     Started,
-    await_calls,
     mark_text,
     of_host,
 )
@@ -40,7 +39,7 @@ from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.disk_space import space_of, space_problem
 from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
-from rlhf_core.cluster.rpc import RemoteActor, fetch
+from rlhf_core.cluster.rpc import RemoteActor, fetch, ready, settle
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.hub import fetch_model
@@ -49,6 +48,7 @@ from rlhf_core.errors import (
     ConfigError,
     DataError,
     InfrastructureError,
+    RLHFError,
     WorkerDied,
     WorkerStuck,
 )
@@ -291,7 +291,7 @@ class ClusterNodes:
         self._monitor.include(None)
         with self._lock:  # the monitor may be in the middle of a poll
             hosts, self._hosts, self._ranks, self._files_of = self._hosts, [], {}, {}
-        await_calls([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
+        ready([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
         for host in hosts:
             host.actor.kill()
 
@@ -305,7 +305,7 @@ class ClusterNodes:
             found = self._wait([host.call(NodeAgent.listing, folder)])[0]
             own = self._digests.of(folder)
             # What `share` has copied there does not come back.
-            known = {**{folder / name: digest for name, digest in own.items()}, **self.stored}
+            known = {folder / name: digest for name, digest in own.items()} | dict(self.stored)
             new = [entry for entry in found if known.get(folder / entry.path) != entry.sha256]
             if new:
                 self.output.begin()
@@ -333,7 +333,9 @@ class ClusterNodes:
                 _require_same(folder, own, files, host.name)
             return
         needed = self.output.files_of(folder, own)
-        lacking = [[each for each in needed if files.get(each.path) != each.sha256] for files in there]
+        lacking = []
+        for files in there:
+            lacking.append([each for each in needed if files.get(each.path) != each.sha256])
         self.output.send(folder, merged(*lacking))
         source = self.output.key_of(folder)
         calls = [
@@ -387,10 +389,9 @@ class ClusterNodes:
     def _receive_reports(self, seconds: float) -> None:
         """Take the reports that come within this time."""
         asked = [(host, host.pending) for host in self._hosts if host.pending is not None and not host.lost]
-        ended = await_calls([report for _, report in asked], seconds)
-        for (host, report), has_ended in zip(asked, ended, strict=True):
-            if has_ended:
-                host.receive(report)
+        reports = settle([pending for _, pending in asked], seconds)
+        for (host, _), report in zip(asked, reports, strict=True):
+            host.receive(report)
 
     def save_stacks(self) -> dict[str, str]:
         stacks: dict[str, str] = {}
@@ -413,13 +414,12 @@ class ClusterNodes:
         """Return the answers of the agents that answer in time."""
         hosts = [host for host in self._hosts if not host.lost]
         calls = [host.call(method, *args, **kwargs) for host in hosts]
-        answers = []
-        await_calls(calls, _LAST_SECONDS)
-        for host, call in zip(hosts, calls, strict=True):
-            try:
-                answers += fetch([call], POLL_SECONDS)
-            except (InfrastructureError, TimeoutError) as error:
-                log.warning("host %s, %s: %s", host.name, method.__name__, error)
+        answers: list[R] = []
+        for host, answer in zip(hosts, settle(calls, _LAST_SECONDS), strict=True):
+            if isinstance(answer, RLHFError | TimeoutError):
+                log.warning("host %s, %s: %s", host.name, method.__name__, answer)
+            else:
+                answers.append(answer)
         return answers
 
     # -- checkpoints: `checkpoints.HostParts` --

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,11 @@ log = logging.getLogger(__name__)
 
 _SHOWN_NODES = 8
 """Nodes that a message lists."""
+
+
+def node_name(node: Mapping[str, Any]) -> str:
+    """Return hostname and address of a node, for messages."""
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 class RayCluster:
@@ -31,23 +36,23 @@ class RayCluster:
 
         return str(ray.get_runtime_context().get_node_id())
 
-    def nodes(self) -> list[dict[str, Any]]:
-        """Return what Ray knows of each node that it takes for alive.
+    def all_nodes(self) -> list[dict[str, Any]]:
+        """Return what Ray knows of each node, also of those that are lost.
 
-        The fields are those of `ray.nodes`: NodeID, NodeManagerHostname, NodeManagerAddress, Resources.
+        Fields, as in `ray.nodes`: NodeID, NodeManagerHostname, NodeManagerAddress, Resources, Alive.
         """
         import ray
 
-        return [node for node in ray.nodes() if node["Alive"]]
+        nodes: list[dict[str, Any]] = ray.nodes()
+        return nodes
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return what Ray knows of each node that it takes for alive."""
+        return [node for node in self.all_nodes() if node["Alive"]]
 
     def node_names(self) -> dict[str, str]:
-        """Return hostname and address of each node by its id, also of those that are lost."""
-        import ray
-
-        names = {}
-        for node in ray.nodes():
-            names[node["NodeID"]] = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-        return names
+        """Return the name of each node by its id, also of those that are lost."""
+        return {node["NodeID"]: node_name(node) for node in self.all_nodes()}
 
     def total(self) -> Mapping[str, float]:
         """Return the resources of all nodes."""
@@ -190,7 +195,7 @@ def reserve(
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in cluster.nodes()]
     check_room(bundles, nodes, what, fix)
-    needed = _amounts(_sum(bundles))
+    needed = _amounts(sum_of(bundles))
     group, reserved = cluster.reserve(bundles)
     if not all(ready([reserved], patience)):
         log.warning("%s need %s, and wait for them: %s", what, needed, _free(cluster))
@@ -218,12 +223,14 @@ def check_room(
         what: See `reserve`.
         fix: See `reserve`.
     """
-    needed, total = _sum(bundles), _sum([resources for _, resources in nodes])
+    needed, total = sum_of(bundles), sum_of(resources for _, resources in nodes)
     if any(amount > total[name] for name, amount in needed.items()):
         raise ConfigError(f"{what} need {_amounts(needed)}, but the Ray cluster has {_amounts(total)}; {fix}")
     for kind, count in Counter(tuple(sorted(bundle.items())) for bundle in bundles).items():
-        # Ray's amounts have four decimal places.
-        room = sum(min(int(node.get(name, 0) / each + 1e-6) for name, each in kind) for _, node in nodes)
+        room = 0
+        for _, node in nodes:
+            # Ray's amounts have four decimal places.
+            room += min(int(node.get(name, 0) / each + 1e-6) for name, each in kind)
         if room < count:
             shown = [f"{name}: {_amounts(resources)}" for name, resources in nodes[:_SHOWN_NODES]]
             more = [] if len(nodes) <= _SHOWN_NODES else ["..."]
@@ -233,8 +240,12 @@ def check_room(
             )
 
 
-def _sum(resources: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(each.get(name, 0) for each in resources) for name in ("CPU", "GPU")}
+def sum_of(resources: Iterable[Mapping[str, float]]) -> Counter[str]:
+    """Return the sum of each resource; 0 for one that occurs nowhere."""
+    total: Counter[str] = Counter()
+    for each in resources:
+        total.update(each)
+    return total
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,8 @@ from rlhf_core.cluster.rpc import (
     ParticipantSpec,
     Pending,
     RemoteActor,
-    fetch,
-    ready,
     rpc,
+    settle,
     wait_for_first,
 )
 from rlhf_core.config.pipeline import RunConfig, TimeoutsConfig
@@ -115,10 +114,7 @@ def run_ranks(
         RLHFError: The error of another rank than 0, with its class and the number of the rank.
     """
     layout = RankLayout(ranks, device, neighbours=neighbours)
-    with nullcontext(monitor) if monitor is not None else Monitor() as seen:
-        if not needs_actors(ranks):
-            return _run_here(layout, target, args, context, _limits(run), seen)
-        return _run_actors(layout, target, args, context, run, seen)[0]
+    return _run(layout, target, args, context, run, monitor)[0]
 
 
 def map_ranks(
@@ -149,29 +145,32 @@ def map_ranks(
     Raises the same errors as `run_ranks`.
     """
     layout = RankLayout(ranks, device, label, gpus_per_rank, process_group=False)
-    with nullcontext(monitor) if monitor is not None else Monitor() as seen:
-        return _run_actors(layout, target, args, context, run, seen)
+    return _run(layout, target, args, context, run, monitor)
 
 
 def _limits(run: RunConfig | None) -> TimeoutsConfig:
-    return TimeoutsConfig() if run is None else run.timeouts
+    return (run or RunConfig()).timeouts
 
 
-def _run_actors(
+def _run(
     layout: RankLayout,
     target: Target,
     args: tuple[Any, ...],
     context: StageContext | None,
     run: RunConfig | None,
-    monitor: Monitor,
+    monitor: Monitor | None,
 ) -> list[Any]:
-    nodes = None if context is None else context.nodes
-    with ray_session(layout.ranks, layout.device, run, monitor, nodes):
-        group = RankGroup(layout, _limits(run), monitor)
-        try:
-            return group.run(target, args, context)
-        finally:
-            group.end()
+    limits, nodes = _limits(run), None if context is None else context.nodes
+    with nullcontext(monitor) if monitor is not None else Monitor() as seen:
+        # Without a process group each rank has a process of its own, also a single one.
+        if layout.process_group and not needs_actors(layout.ranks):
+            return [_run_here(layout, target, args, context, limits, seen)]
+        with ray_session(layout.ranks, layout.device, run, seen, nodes):
+            group = RankGroup(layout, limits, seen)
+            try:
+                return group.run(target, args, context)
+            finally:
+                group.end()
 
 
 def _run_here(
@@ -254,6 +253,7 @@ class RankActor(ListeningActor):
                 raise
             return RankOutcome(stopped=True)
         except Exception as error:
+            # Into the log of the rank: the error that is returned loses its traceback on the way.
             traceback.print_exc()
             sys.stderr.flush()
             ours = classified(error)
@@ -262,6 +262,7 @@ class RankActor(ListeningActor):
             return RankOutcome(error=ours, broken=broken)
         finally:
             unregister()
+            # Last: the stage's process asks for no more requests after it.
             self._mailbox.post(END)
 
     def next_request(self, reply: CallReply | None, stop: bool) -> tuple[CallRequest | None, str]:
@@ -356,8 +357,8 @@ class RankGroup:
         """Names of the ranks in messages."""
         if on_cluster():
             nodes = RAY_CLUSTER.node_names()
-            where = [nodes[node_id] for node_id in self._placement.nodes]
-            self._names = [f"{name} on {node}" for name, node in zip(self._names, where, strict=True)]
+            for rank, node_id in enumerate(self._placement.nodes):
+                self._names[rank] += f" on {nodes[node_id]}"
         self._actors = [self._start(rank) for rank in range(layout.ranks)]
 
     def _start(self, rank: int) -> RemoteActor[RankActor]:
@@ -456,10 +457,9 @@ class _Outcomes:
     def collect(self, also: Sequence[Pending[Any]] = ()) -> None:
         """Wait until a rank or one of `also` has ended, for at most `POLL_SECONDS`."""
         wait_for_first([*self.pending.values(), *also], POLL_SECONDS)
-        has_ended = ready(list(self.pending.values()), 0)
-        for rank in [rank for rank, ended in zip(self.pending, has_ended, strict=True) if ended]:
-            with suppress(TimeoutError):  # fetched the next time
-                self.ended[rank] = self._outcome(rank, self.pending[rank])
+        for rank, result in zip(list(self.pending), settle(list(self.pending.values()), 0), strict=True):
+            if not isinstance(result, TimeoutError):
+                self.ended[rank] = self._outcome(rank, result)
                 del self.pending[rank]
 
     @property
@@ -467,16 +467,15 @@ class _Outcomes:
         """Those with an error, the first one first."""
         return [outcome for outcome in self.ended.values() if outcome.error is not None]
 
-    def _outcome(self, rank: int, call: Pending[Any]) -> RankOutcome:
+    def _outcome(self, rank: int, result: Any) -> RankOutcome:
         name = self.names[rank]
-        try:
-            result = fetch([call], POLL_SECONDS)[0]
-            # `prepare` returns None.
-            outcome = result if isinstance(result, RankOutcome) else RankOutcome(result)
-        except WorkerDied:
+        if isinstance(result, WorkerDied):
             return RankOutcome(error=_death_of(name))
-        except RLHFError as error:
-            outcome = RankOutcome(error=error)
+        if isinstance(result, RLHFError):
+            outcome = RankOutcome(error=result)
+        else:
+            # `prepare` returns None.
+            outcome = result or RankOutcome()
         if outcome.error is not None and rank:
             # The errors of rank 0 are those of the stage.
             return replace(outcome, error=type(outcome.error)(f"{name}: {outcome.error.message}"))
@@ -551,16 +550,18 @@ class _Follower:
 
     def _serve(self) -> bool:
         """Execute the next call of rank 0, and ask for another. Return whether rank 0 answered."""
-        if self._request is None or not ready([self._request], 0)[0]:
+        if self._request is None:
             return False
-        try:
-            request, self._activity = fetch([self._request], POLL_SECONDS)[0]
-        except TimeoutError:
+        [answer] = settle([self._request], 0)
+        if isinstance(answer, TimeoutError):
             return False
-        except InfrastructureError:
+        if isinstance(answer, InfrastructureError):
             # It died. Its outcome is the error.
             self._request, self._activity = None, ""
             return True
+        if isinstance(answer, RLHFError):
+            raise answer
+        request, self._activity = answer
         if request == END:
             self._request = None
         else:

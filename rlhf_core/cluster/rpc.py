@@ -235,7 +235,6 @@ class GpuSampler:
         self._read = read
         self._counters: dict[str, float] = defaultdict(float)
         self._most_memory: float | None = None
-        self._ended = threading.Event()
         threading.Thread(target=self._sample, args=(seconds,), daemon=True, name="gpu-usage").start()
 
     def counters(self) -> dict[str, float]:
@@ -247,12 +246,9 @@ class GpuSampler:
         most, self._most_memory = self._most_memory, None
         return most
 
-    def close(self) -> None:
-        """End the thread."""
-        self._ended.set()
-
     def _sample(self, seconds: float) -> None:
-        while not self._ended.wait(seconds):
+        while True:
+            time.sleep(seconds)
             method = self._running()
             if not method:
                 continue
@@ -276,6 +272,10 @@ class RayObjects:
     `rlhf_core.testing.cluster.LocalObjects` holds them in the process of a test.
     """
 
+    def now(self) -> float:
+        """Return the time in seconds, on the clock of all waits."""
+        return time.monotonic()
+
     def wait(self, references: Sequence[Any], *, count: int, seconds: float) -> list[Any]:
         """Return at most `count` references whose objects are on this host.
 
@@ -290,11 +290,23 @@ class RayObjects:
     def get(self, reference: Any, *, seconds: float) -> Any:
         """Return the object of a reference, or the list of objects of a list of references.
 
-        Raises an error of Ray, which is a `GetTimeoutError` after `seconds`.
+        Raises TimeoutError after `seconds`, and the error of a process.
         """
         import ray
+        from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-        return ray.get(reference, timeout=seconds)
+        try:
+            return ray.get(reference, timeout=seconds)
+        except GetTimeoutError as error:
+            raise TimeoutError(str(error)) from error
+        except RayTaskError as error:
+            raise classified(error.cause if isinstance(error.cause, Exception) else error) from error
+        except RayActorError as error:
+            raise WorkerDied(f"a process died: {_first_line(error)}") from error
+        except OutOfMemoryError as error:
+            raise OutOfMemory(f"Ray killed a process, out of memory: {_first_line(error)}") from error
+        except RayError as error:
+            raise InfrastructureError(f"Ray: {_first_line(error)}") from error
 
     def kill(self, handle: Any) -> None:
         """End the process of an actor."""
@@ -373,13 +385,28 @@ def fetch(pending: Sequence[Pending[R]], seconds: float) -> list[R]:
     """
     received: dict[int, R] = {}
     receive(pending, received, seconds)
-    return _all_of(received, len(pending), seconds)
+    missing = len(pending) - len(received)
+    if missing:
+        raise TimeoutError(f"{missing} of {len(pending)} results after {seconds:g} s")
+    return [received[index] for index in range(len(pending))]
 
 
-def _all_of(received: Mapping[int, R], count: int, seconds: float) -> list[R]:
-    if len(received) < count:
-        raise TimeoutError(f"{count - len(received)} of {count} results after {seconds:g} s")
-    return [received[index] for index in range(count)]
+def settle(pending: Sequence[Pending[R]], seconds: float) -> list[R | RLHFError | TimeoutError]:
+    """Return the result or the error of each call, after all have ended or `seconds` have passed.
+
+    It is a TimeoutError for a call that has not ended, or whose result was evicted from this host.
+    """
+    settled: list[R | RLHFError | TimeoutError] = []
+    for call, has_ended in zip(pending, ready(pending, seconds), strict=True):
+        if not has_ended:
+            settled.append(TimeoutError(f"no result after {seconds:g} s"))
+            continue
+        try:
+            # Each by itself: an error would hide the results of the others.
+            settled += fetch([call], POLL_SECONDS)
+        except (RLHFError, TimeoutError) as error:
+            settled.append(error)
+    return settled
 
 
 def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
@@ -389,51 +416,35 @@ def receive(pending: Sequence[Pending[R]], received: dict[int, R], seconds: floa
     `FEW` results, an error can be found `POLL_SECONDS` later. Loading an object that is on this host can take
     longer.
     """
-    deadline = time.monotonic() + seconds
+    if not pending:
+        return
+    objects = pending[0].objects
+    deadline = objects.now() + seconds
     in_time = True
     while in_time and len(received) < len(pending):
         missing = {call.reference: index for index, call in enumerate(pending) if index not in received}
         # `ray.get` with a timeout cancels the transfer from another host at the timeout, so the next call
         # begins it again. `ray.wait` lets it continue. All objects that it returns are on this host.
-        left = max(0.0, deadline - time.monotonic())
+        left = max(0.0, deadline - objects.now())
         # Each wait passes all references to Ray: waiting for one result after the other is quadratic.
         count = 1 if len(missing) <= FEW else len(missing)
-        objects = pending[0].objects
         ended = objects.wait(list(missing), count=count, seconds=min(left, POLL_SECONDS))
         if ended and count == 1:
             ended = objects.wait(list(missing), count=len(missing), seconds=0)
         if len(ended) > FEW:
             # One call of Ray costs much less than many. If it fails, the loop below finds out why.
             with suppress(TimeoutError, RLHFError):
-                values = _get(objects, ended, min(seconds, POLL_SECONDS))
+                values = objects.get(ended, seconds=min(seconds, POLL_SECONDS))
                 received.update(zip((missing[reference] for reference in ended), values, strict=True))
                 ended = []
         for reference in ended:
             try:
-                received[missing[reference]] = _get(objects, reference, min(seconds, POLL_SECONDS))
+                received[missing[reference]] = objects.get(reference, seconds=min(seconds, POLL_SECONDS))
             except TimeoutError:
                 # Under memory pressure Ray may have evicted the copy; then it arrives in a later call.
-                if time.monotonic() >= deadline:
+                if objects.now() >= deadline:
                     return
-        in_time = time.monotonic() < deadline
-
-
-def _get(objects: RayObjects, reference: Any, seconds: float) -> Any:
-    """Return the object of a reference, or the objects of several. Raises the error of a process."""
-    from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
-
-    try:
-        return objects.get(reference, seconds=seconds)
-    except GetTimeoutError as error:
-        raise TimeoutError(str(error)) from error
-    except RayTaskError as error:
-        raise classified(error.cause if isinstance(error.cause, Exception) else error) from error
-    except RayActorError as error:
-        raise WorkerDied(f"a process died: {_first_line(error)}") from error
-    except OutOfMemoryError as error:
-        raise OutOfMemory(f"Ray killed a process, out of memory: {_first_line(error)}") from error
-    except RayError as error:
-        raise InfrastructureError(f"Ray: {_first_line(error)}") from error
+        in_time = objects.now() < deadline
 
 
 def ready(pending: Sequence[Pending[Any]], seconds: float) -> list[bool]:
@@ -457,15 +468,13 @@ class ActorClient:
     Args:
         monitor: Observes the actors.
         timeouts: Section `run.timeouts`.
-        clock: Returns the time in seconds.
+        objects: Objects of the actors.
     """
 
-    def __init__(
-        self, monitor: Monitor, timeouts: TimeoutsConfig, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, monitor: Monitor, timeouts: TimeoutsConfig, objects: RayObjects = RAY) -> None:
         self.monitor = monitor
         self.timeouts = timeouts
-        self.clock = clock
+        self.clock = objects.now
 
     @property
     def start_seconds(self) -> float:
@@ -484,9 +493,10 @@ class ActorClient:
         last_progress = self.clock()
         try:
             while True:
+                # In each round: a wait may take longer than the limit, as long as the actors work.
                 heartbeat(f"wait for {what}", self.timeouts.stall)
                 try:
-                    self.receive(pending, received, POLL_SECONDS)
+                    receive(pending, received, POLL_SECONDS)
                 except OutOfMemory:
                     raise  # more specific than the name of the dead process
                 except InfrastructureError as error:
@@ -504,38 +514,17 @@ class ActorClient:
         finally:
             idle()
 
-    def fetch(self, pending: Sequence[Pending[R]], seconds: float) -> list[R]:
-        """Return the results in order, as `fetch` does."""
-        received: dict[int, R] = {}
-        self.receive(pending, received, seconds)
-        return _all_of(received, len(pending), seconds)
-
-    def receive(self, pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
-        """Add the results that arrive within `seconds` to `received`; see `receive`."""
-        receive(pending, received, seconds)
-
-    def ready(self, pending: Sequence[Pending[Any]], seconds: float) -> list[bool]:
-        """Return for each call whether it has ended; see `ready`."""
-        return ready(pending, seconds)
-
     def dead_actors(self, actors: Sequence[RemoteActor[Actor]]) -> list[RemoteActor[Actor]]:
         """Return the actors that Ray reports as dead. The monitor does not see deaths on other hosts.
 
         An actor that is busy with another call does not answer within 2 seconds and counts as alive.
         """
-        seconds = 2.0
-        calls = [actor.call(Actor.usage) for actor in actors]
-        dead: list[RemoteActor[Actor]] = []
-        for actor, call, has_ended in zip(actors, calls, self.ready(calls, seconds), strict=True):
-            if not has_ended:
-                continue
-            try:
-                self.fetch([call], seconds)
-            except (WorkerDied, OutOfMemory):
-                dead.append(actor)
-            except TimeoutError:
-                continue
-        return dead
+        answers = settle([actor.call(Actor.usage) for actor in actors], 2.0)
+        return [
+            actor
+            for actor, answer in zip(actors, answers, strict=True)
+            if isinstance(answer, WorkerDied | OutOfMemory)
+        ]
 
     def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
         """End the processes of actors, by the names of their participants."""

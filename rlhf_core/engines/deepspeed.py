@@ -291,18 +291,17 @@ class TrainingEngine:
 
     def shapes(self, *, adapter: bool = False) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and shapes of what `weights` (or `adapter`) yields."""
-        if not adapter:
-            return [
-                (name, tuple(tensor.shape))
-                for group in self._weight_layout(None)
-                for name, tensor in self._in_files(group).items()
-            ]
-        return [
-            (new_name, shape(parameter))
-            for group in self._gather_groups()
-            for name, parameter in group
-            if (new_name := adapter_name(name))
-        ]
+        shapes: list[tuple[str, tuple[int, ...]]] = []
+        if adapter:
+            for group in self._gather_groups():
+                for name, parameter in group:
+                    if new_name := adapter_name(name):
+                        shapes.append((new_name, shape(parameter)))
+            return shapes
+        for layout in self._weight_layout(None):
+            for name, tensor in self._in_files(layout).items():
+                shapes.append((name, tuple(tensor.shape)))
+        return shapes
 
     def _gather_groups(self) -> list[list[tuple[str, nn.Parameter]]]:
         """Return the parameters by decoder layer, so that gathering holds at most one layer."""
@@ -429,10 +428,15 @@ class TrainingEngine:
         Ranks on several hosts need not share the folder: each has its own part there.
         """
         (folder / _TAG).mkdir(parents=True, exist_ok=True)  # DeepSpeed makes it on rank 0 only
+        counters = {
+            "steps_done": self.steps_done,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
         self.engine.save_checkpoint(
             str(folder),
             tag=_TAG,
-            client_state={_COUNTERS: self._counters()},
+            client_state={_COUNTERS: counters},
             save_latest=True,
             exclude_frozen_parameters=self.lora is not None,
         )
@@ -509,13 +513,6 @@ class TrainingEngine:
     @property
     def _copies(self) -> list[WeightCopy]:
         return [copy for copy in (self._average, self._best) if copy is not None]
-
-    def _counters(self) -> dict[str, int]:
-        return {
-            "steps_done": self.steps_done,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
-        }
 
 
 def deepspeed_config(

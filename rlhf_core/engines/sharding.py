@@ -11,7 +11,7 @@ from torch import nn
 
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.engines.deepspeed import deepspeed_config
-from rlhf_core.system.allocator import return_freed_memory
+from rlhf_core.engines.distributed import return_freed_memory
 
 
 def shards_of(config: DeepSpeedConfig) -> Zero3Shards | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from rlhf_core.config.engine import EngineConfig, engine_rank
-from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, RLHFError, WeightSyncError
+from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, WeightSyncError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.types import PromptExample, Rollout
@@ -156,11 +156,10 @@ class Engine:
             use_tqdm=False,
             lora_request=_adapter(adapter),
         )
-        return [
-            rollout
-            for prompt, output in zip(prompts, outputs, strict=True)
-            for rollout in _rollouts(prompt, output, policy_version)
-        ]
+        rollouts: list[Rollout] = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            rollouts += _rollouts(prompt, output, policy_version)
+        return rollouts
 
     def _parameters(self, seed: int, options: SamplingOptions) -> Any:
         from vllm import SamplingParams
@@ -317,24 +316,16 @@ def _errors_about_memory() -> Iterator[None]:
     try:
         yield
     except (ValueError, AssertionError) as error:
-        memory_error = _memory_error(error)
-        if memory_error is None:
-            raise
-        raise memory_error from error
-
-
-def _memory_error(error: Exception) -> RLHFError | None:
-    """Return the error of the project for an error of vLLM about memory; None for other errors."""
-    text = " ".join(str(error).split())
-    if any(part in text for part in _TAKEN):
-        return OutOfMemory(f"an engine has too little memory: {text[:300]}")
-    if any(part in text for part in _NO_CACHE):
-        return InfrastructureError(
-            f"an engine has too little memory for its KV cache ({text[:200]}); raise"
-            " ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter"
-            " sequences"
-        )
-    return None
+        text = " ".join(str(error).split())
+        if any(part in text for part in _TAKEN):
+            raise OutOfMemory(f"an engine has too little memory: {text[:300]}") from error
+        if any(part in text for part in _NO_CACHE):
+            raise InfrastructureError(
+                f"an engine has too little memory for its KV cache ({text[:200]}); raise"
+                " ppo.engine.gpu_memory_utilization (GPU) or ppo.engine.kv_cache_gib (CPU), or have shorter"
+                " sequences"
+            ) from error
+        raise
 
 
 def take_logprobs(llm_engine: Any) -> None:

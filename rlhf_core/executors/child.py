@@ -24,16 +24,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlhf_core.config.redact import printable, scrubbed
-from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut, from_record
+from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut
 from rlhf_core.executors.events import (
     FD_VARIABLE,
     PARENT_VARIABLE,
     STOP_VARIABLE,
     SUSPEND_VARIABLE,
     WAIT_VARIABLE,
+    outcome_of,
     parse,
 )
 from rlhf_core.executors.spec import StageSpec
+from rlhf_core.system.files import read_end
 from rlhf_core.system.launch import launch, python_module
 from rlhf_core.types import ArtifactRef
 
@@ -138,10 +140,7 @@ def run_child(
     if isinstance(outcome, RLHFError):
         raise outcome
     if outcome is None:
-        where = f"; log: {log_file}"
-        excerpt = log_excerpt(log_file)
-        if excerpt:
-            where += f"; end of the log: {excerpt}"
+        where = log_reference(log_file)
         if time.monotonic() - started >= timeout:
             limit = f"run.stage_timeout={spec.config.run.stage_timeout:g}"
             raise StageTimedOut(
@@ -175,6 +174,7 @@ def start_child(
     with contextlib.ExitStack() as opened:
         read_fd, write_fd = os.pipe()
         opened.callback(os.close, write_fd)
+        # A read returns what is in the pipe, also if that is less than a line (`_Lines`).
         os.set_blocking(read_fd, False)
         events = os.fdopen(read_fd, "rb", buffering=0)
         on_error = opened.enter_context(contextlib.ExitStack())
@@ -223,12 +223,11 @@ def _follow(
             event = parse(line)
             if event is None:
                 continue
-            if event["event"] == "result":
-                outcome = ArtifactRef(**event["artifact"])
-            elif event["event"] == "error":
-                outcome = from_record({"type": event["type"], "message": event["message"]})
-            else:
+            found = outcome_of(event)
+            if found is None:
                 on_event(event)
+            else:
+                outcome = found
             if outcome is not None:
                 deadline = min(deadline, time.monotonic() + EXIT_SECONDS)
         if exited or time.monotonic() > deadline:
@@ -294,11 +293,16 @@ def _cause(code: int) -> str:
 
 def log_excerpt(log_file: Path) -> str:
     """Return the end of a log as one line: from the last exception's message on, or the last lines."""
-    with contextlib.suppress(OSError), log_file.open("rb") as file:
-        file.seek(max(0, log_file.stat().st_size - 16384))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-        lines = [printable(scrubbed(line))[:300] for line in lines if line]
-        errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(line)]
-        start = errors[-1] if errors else max(0, len(lines) - 3)
-        return " | ".join(lines[start : start + 3])
-    return ""
+    lines = [line.strip() for line in read_end(log_file, 16384).splitlines()]
+    lines = [printable(scrubbed(line))[:300] for line in lines if line]
+    start = max(0, len(lines) - 3)
+    for number, line in enumerate(lines):
+        if _ERROR_LINE.match(line):
+            start = number
+    return " | ".join(lines[start : start + 3])
+
+
+def log_reference(log_file: Path) -> str:
+    """Return the end of an error message, with the path of a log and `log_excerpt`."""
+    excerpt = log_excerpt(log_file)
+    return f"; log: {log_file}" + (f"; end of the log: {excerpt}" if excerpt else "")

@@ -29,7 +29,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_core.config.redact import printable, scrubbed
-from rlhf_core.errors import to_record
+from rlhf_core.errors import RLHFError, from_record, to_record
+from rlhf_core.types import ArtifactRef
 
 FD_VARIABLE = "RLHF_EVENTS_FD"
 PARENT_VARIABLE = "RLHF_PARENT_PID"
@@ -76,8 +77,8 @@ class Events:
                 self._fd = None
 
     def error(self, error: BaseException) -> None:
-        """Send the final event of a stage that failed, without secrets."""
-        self.send("error", **{name: scrubbed(text) for name, text in to_record(error).items()})
+        """Send the final event of a stage that failed."""
+        self.send(**error_event(error))
 
     def progress(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
         """Report progress, see `rlhf_core.types.Progress`."""
@@ -123,6 +124,20 @@ class Warnings(logging.Handler):
             self._left -= 1
         last = "; further warnings are in the log" if is_limited and not self._left else ""
         self._events.send("warning", message=message + last, **names)
+
+
+def error_event(error: BaseException) -> dict[str, Any]:
+    """Return the final event of a stage that failed, without secrets."""
+    return {"event": "error", **{name: scrubbed(text) for name, text in to_record(error).items()}}
+
+
+def outcome_of(event: Mapping[str, Any]) -> ArtifactRef | RLHFError | None:
+    """Return the result or the error that the final event of a stage reports; None for other events."""
+    if event["event"] == "result":
+        return ArtifactRef(**event["artifact"])
+    if event["event"] == "error":
+        return from_record({"type": event["type"], "message": event["message"]})
+    return None
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

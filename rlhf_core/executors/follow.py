@@ -23,9 +23,10 @@ from pathlib import Path
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import Executor
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut, from_record
+from rlhf_core.errors import InfrastructureError, RLHFError, StageTimedOut
 from rlhf_core.executors.base import Job, JobStatus, Scheduler
-from rlhf_core.executors.child import TERM_SECONDS, OnEvent, log_excerpt
+from rlhf_core.executors.child import TERM_SECONDS, OnEvent, log_reference
+from rlhf_core.executors.events import outcome_of
 from rlhf_core.executors.job_files import Event, JobFiles, delete_jobs
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
@@ -81,16 +82,14 @@ def open_scheduler(config: PipelineConfig, stage: StageName) -> Scheduler:
             raise AssertionError("a local stage is a child process")
 
 
-def run_remote(
-    scheduler: Scheduler,
-    spec: StageSpec,
-    log_file: Path,
-    timeout: float,
-    on_event: OnEvent,
-    waits: Waits = Waits(),
-    clock: Clock = SYSTEM_CLOCK,
-) -> ArtifactRef:
-    """Run the stage of `spec` as a job and return its artifact.
+def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the addresses in the environment that a job on another host needs too, without credentials."""
+    values = {name: environ[name] for name in _SHARED_VARIABLES if environ.get(name)}
+    return {name: value for name, value in values.items() if not has_credentials(value)}
+
+
+class JobFollower:
+    """Submits the job of one stage, or finds the one that runs, and waits for its outcome.
 
     Args:
         scheduler: Starts the job and returns its state.
@@ -100,26 +99,7 @@ def run_remote(
         on_event: Receives the job's events.
         waits: Intervals and limits.
         clock: For all waits.
-
-    Raises:
-        RLHFError: The error that the stage sent, with its class.
-        ConfigError: The scheduler refused the job.
-        StageFailed: The job died, was evicted, stopped or deleted.
-        StageTimedOut: The job took over `timeout` seconds, or the scheduler ended it at its limit.
-        OutOfMemory: The scheduler reports it.
-        InfrastructureError: The scheduler or the store did not answer. The job continues.
     """
-    return _Follower(scheduler, spec, log_file, timeout, on_event, waits, clock).run()
-
-
-def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the addresses in the environment that a job on another host needs too, without credentials."""
-    values = {name: environ[name] for name in _SHARED_VARIABLES if environ.get(name)}
-    return {name: value for name, value in values.items() if not has_credentials(value)}
-
-
-class _Follower:
-    """Submits the job of one stage, or finds the one that runs, and waits for its outcome."""
 
     def __init__(
         self,
@@ -128,7 +108,7 @@ class _Follower:
         log_file: Path,
         timeout: float,
         on_event: OnEvent,
-        waits: Waits,
+        waits: Waits = Waits(),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._scheduler = scheduler
@@ -151,6 +131,16 @@ class _Follower:
         self._reason = ""
 
     def run(self) -> ArtifactRef:
+        """Run the stage as a job and return its artifact.
+
+        Raises:
+            RLHFError: The error that the stage sent, with its class.
+            ConfigError: The scheduler refused the job.
+            StageFailed: The job died, was evicted, stopped or deleted.
+            StageTimedOut: The job took longer than the timeout, or the scheduler ended it at its limit.
+            OutOfMemory: The scheduler reports it.
+            InfrastructureError: The scheduler or the store did not answer. The job continues.
+        """
         files = self._find() or self._submit()
         name = files.submission.job_name
         try:
@@ -168,7 +158,7 @@ class _Follower:
             outcome = artifacts.find(self._spec.stage, self._spec.key) or outcome
         if outcome is None:
             # The job is not deleted: `_find` would take it for one that is about to be submitted.
-            raise status.error(self._what(name), self._ends())
+            raise status.error(self._what(name), log_reference(self._log_file))
         self._release(name)
         if isinstance(outcome, ArtifactRef):
             try:
@@ -292,19 +282,16 @@ class _Follower:
     def _check_deadline(self, name: str) -> None:
         if self._clock.monotonic() > self._deadline:
             limit = f"run.stage_timeout={self._spec.config.run.stage_timeout:g}"
-            raise StageTimedOut(f"{self._what(name)} is stopped: {limit} is over{self._ends()}")
+            ends = log_reference(self._log_file)
+            raise StageTimedOut(f"{self._what(name)} is stopped: {limit} is over{ends}")
 
     def _read_events(self, files: JobFiles) -> None:
         events, progress = files.read_events()
         for event in events[self._read :]:
             self._read += 1  # before the call: one that raises must not be called again while the job stops
-            if event["event"] == "result":
-                self._outcome = ArtifactRef(**event["artifact"])
-            elif event["event"] == "error":
-                self._outcome = from_record({"type": event["type"], "message": event["message"]})
-            else:
-                # After an outcome, it is of a job that its scheduler has started again.
-                self._outcome = None
+            # None after an outcome: the scheduler has started the job again.
+            self._outcome = outcome_of(event)
+            if self._outcome is None:
                 self._on_event(event)
         known, self._progress = self._progress, progress  # before the calls, as above
         for event in progress:
@@ -358,7 +345,3 @@ class _Follower:
 
     def _what(self, name: str) -> str:
         return f"stage {self._spec.stage}, {self._scheduler.title} {name}"
-
-    def _ends(self) -> str:
-        words = log_excerpt(self._log_file)
-        return f"; log: {self._log_file}" + (f"; end of the log: {words}" if words else "")

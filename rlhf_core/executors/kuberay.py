@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import urllib3
 import yaml
@@ -32,8 +32,6 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 _REQUEST_SECONDS = 30.0
 _GPU = "nvidia.com/gpu"
 _ENDED: dict[str, JobState] = {"Complete": "succeeded", "Failed": "failed"}
-
-T = TypeVar("T")
 
 
 class KubeRayJobs:
@@ -56,12 +54,15 @@ class KubeRayJobs:
                 **self._place, body=body, field_validation="Strict", **_LIMIT
             ),
             # An earlier request may have arrived, although it had no answer.
-            accept={409: None},
+            accept={409},
         )
 
     def status(self, name: str) -> JobStatus:
         """Return the status of a RayJob."""
-        found = self._find(name)
+        found: dict[str, Any] | None = self._call(
+            lambda: self._objects.get_namespaced_custom_object(**self._place, name=name, **_LIMIT),
+            accept={404},
+        )
         if found is None:
             return JobStatus("missing")
         status = found.get("status") or {}
@@ -82,13 +83,6 @@ class KubeRayJobs:
             return JobStatus("pending", f"{message}, KubeRay has not submitted the job to the Ray cluster")
         return JobStatus("running" if phase == "Running" else "pending", message)
 
-    def _find(self, name: str) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self._call(
-            lambda: self._objects.get_namespaced_custom_object(**self._place, name=name, **_LIMIT),
-            accept={404: None},
-        )
-        return found
-
     def cancel(self, name: str) -> None:
         """Delete a RayJob with its Ray cluster. One that does not exist is ignored."""
         # Foreground: the RayJob exists until its Ray cluster is deleted.
@@ -96,7 +90,7 @@ class KubeRayJobs:
             lambda: self._objects.delete_namespaced_custom_object(
                 **self._place, name=name, propagation_policy="Foreground", **_LIMIT
             ),
-            accept={404: None, 410: None},
+            accept={404, 410},
         )
 
     def log_tail(self, name: str) -> str:
@@ -126,14 +120,14 @@ class KubeRayJobs:
     def _place(self) -> dict[str, str]:
         return {**_TYPE, "namespace": self._given_namespace or _current_namespace()}
 
-    def _call(self, request: Callable[[], T], accept: dict[int, Any] | None = None) -> T:
-        """Send a request. `accept`: statuses that are no errors, and what is returned for them."""
+    def _call(self, request: Callable[[], Any], accept: Collection[int]) -> Any:
+        """Send a request, and return None for an answer with one of the statuses `accept`."""
         try:
             return request()
         except ApiException as error:
             status = error.status or 0
-            if accept and status in accept:
-                return accept[status]  # type: ignore[no-any-return]
+            if status in accept:
+                return None
             words = " ".join(str(error.body or error.reason).split())[:500]
             text = f"the Kubernetes API server answers {status}: {words}"
             # 410: the server has lost its history and is asked again; 429: it is busy.

@@ -58,6 +58,7 @@ class RayJobs:
         try:
             self._call(
                 lambda: self._client.submit_job(
+                    # Ray runs it in a shell.
                     entrypoint=shlex.join(job.command),
                     submission_id=job.name,
                     metadata={"rlhf_stage": job.stage},

@@ -22,12 +22,14 @@ from types import TracebackType
 from typing import Self
 
 from rlhf_core.config.redact import scrubbed
-from rlhf_core.errors import RLHFError, StageFailed, StoreError, to_record
+from rlhf_core.errors import RLHFError, StageFailed, StoreError
 from rlhf_core.executors.child import run_child
 from rlhf_core.executors.environment import stage_environment
+from rlhf_core.executors.events import error_event
 from rlhf_core.executors.job_files import LOG_BYTES, Event, JobFiles
 from rlhf_core.logs import log_to_stderr
 from rlhf_core.storage.store import Store
+from rlhf_core.system.files import read_end
 from rlhf_core.system.stopping import EXIT_STOPPED
 
 log = logging.getLogger("rlhf_core.executors.remote")
@@ -63,14 +65,14 @@ def main(store_url: str, stage_key: str, number: str, endpoint: str = "") -> int
             ref = run_child(job.spec, log_file, environment, job.seconds, reporter.send)
         except RLHFError as error:
             log.error("%s: %s", type(error).__name__, error.message)
-            reporter.send_error(error)
+            reporter.send(error_event(error))
             return error.exit_code
         except Exception as error:
             log.exception("the job failed")
-            reporter.send_error(error)
+            reporter.send(error_event(error))
             return RLHFError.exit_code
         except BaseException:
-            reporter.send_error(StageFailed("the job was asked to stop, or evicted"))
+            reporter.send(error_event(StageFailed("the job was asked to stop, or evicted")))
             return EXIT_STOPPED
         reporter.send({"event": "result", "artifact": ref.to_json()})
     return 0
@@ -127,11 +129,6 @@ class _Reporter:
             self._progress.pop(event["task"], None)  # the task that reported last is the last one
             self._progress[event["task"]] = event
 
-    def send_error(self, error: BaseException) -> None:
-        """Send the final event of a job that failed, without secrets."""
-        record = {name: scrubbed(text) for name, text in to_record(error).items()}
-        self.send({"event": "error", **record})
-
     def _loop(self) -> None:
         looked = logged = time.monotonic()
         while not self._done.wait(SEND_SECONDS):
@@ -178,12 +175,8 @@ class _Reporter:
         self._written = sent
 
     def _write_log(self) -> None:
-        if not self._log_file.exists():
-            return
-        with self._log_file.open("rb") as file:
-            file.seek(max(0, self._log_file.stat().st_size - LOG_BYTES))
-            tail = file.read().decode(errors="replace")
-        self._files.write_log(scrubbed(tail).encode())
+        if self._log_file.exists():
+            self._files.write_log(scrubbed(read_end(self._log_file, LOG_BYTES)).encode())
 
     def _echo(self) -> None:
         """Copy the stage's log to the output of this process, which the scheduler's tools show.

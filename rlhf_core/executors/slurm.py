@@ -15,6 +15,7 @@ from pathlib import Path
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import TEMPLATES, Job, JobState, JobStatus
+from rlhf_core.system.files import read_end
 from rlhf_core.system.shipped import shipped
 
 _COMMAND_SECONDS = 60.0
@@ -105,6 +106,7 @@ class SlurmJobs:
             lines = self._lines(accounting, without="")
         if not lines:
             return JobStatus("missing")
+        # Of several jobs with this name, all but one wait (`--dependency=singleton`) or have ended.
         statuses = [_status(line) for line in lines]
         return next((status for status in statuses if status.is_active), statuses[-1])
 
@@ -114,10 +116,7 @@ class SlurmJobs:
 
     def log_tail(self, name: str) -> str:
         """Return the end of the job's output; empty if it is not on a folder that this host shares."""
-        if not self._are_logs_shared:
-            return ""
-        file = self._logs / f"{name}.out"
-        return file.read_text(errors="replace")[-_LOG_BYTES:] if file.is_file() else ""
+        return read_end(self._logs / f"{name}.out", _LOG_BYTES) if self._are_logs_shared else ""
 
     def _lines(self, command: Sequence[str], without: str | None = None) -> list[str]:
         """Return a line for each job. With SLURM_CLUSTERS, squeue also prints the names of clusters."""

@@ -20,7 +20,7 @@ from typing import Any
 from rlhf_core.errors import InputError, Superseded
 from rlhf_core.executors.child import OnEvent, StageProcess, run_child
 from rlhf_core.executors.environment import stage_environment
-from rlhf_core.executors.follow import open_scheduler, run_remote
+from rlhf_core.executors.follow import JobFollower, open_scheduler
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.display import Pace, current_display
@@ -155,7 +155,7 @@ def _run_stage(
             environment = stage_environment(config)
             return run_child(spec, log_file, environment, max(0.0, left), on_event, waiting)
         scheduler = open_scheduler(config, spec.stage)
-        return run_remote(scheduler, spec, log_file, max(0.0, left), on_event)
+        return JobFollower(scheduler, spec, log_file, max(0.0, left), on_event).run()
     except Superseded:
         raise  # The MLflow run belongs to the other attempt.
     except Exception as error:

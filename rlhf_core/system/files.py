@@ -83,6 +83,14 @@ def read_bounded(path: Path | str, limit: int) -> bytes:
     return bytes(content)
 
 
+def read_end(path: Path, size: int) -> str:
+    """Return the text in the last `size` bytes of a log; empty if the file cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return file.read().decode(errors="replace")
+    return ""
+
+
 def unfit(path: Path | str, limit: int | None = None) -> OSError | None:
     """Return the reason for which `open_regular` would refuse `path`, or None. The file is not opened."""
     try:

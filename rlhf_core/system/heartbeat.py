@@ -401,20 +401,14 @@ class Monitor:
 
 def _culprits(participants: list[Participant]) -> list[Participant]:
     """Return the most likely causes of a wait that failed, by severity."""
-    dead = [participant for participant in participants if participant.state in ("dead", "lost")]
-    if dead:
-        return dead
-    suspended = [participant for participant in participants if participant.state == "suspended"]
-    if suspended:
-        return suspended
+    for states in (("dead", "lost"), ("suspended",)):
+        found = [participant for participant in participants if participant.state in states]
+        if found:
+            return found
     stalled = [participant for participant in participants if participant.stalled]
     if stalled:
         return stalled
-    working = [
-        participant
-        for participant in participants
-        if participant.activity and not _is_this_process(participant)
-    ]
+    working = [each for each in participants if each.activity and not _is_this_process(each)]
     # `seconds` grows from poll to poll, so processes that stopped together can differ by a poll.
     longest = max((participant.seconds for participant in working), default=0.0)
     return [participant for participant in working if participant.seconds > longest - 2 * POLL_SECONDS]

@@ -62,6 +62,7 @@ class ProcessId:
 
 def _stat(pid: int) -> list[bytes]:
     """Return the fields of `/proc/{pid}/stat` from the state on; empty if there is no such process."""
+    # Not psutil's `create_time`, which is a time of the system's clock.
     with contextlib.suppress(OSError):
         # The name of the program before them can contain spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -178,6 +179,7 @@ def kill(processes: Iterable[ProcessId]) -> None:
 
 def wait_gone(processes: Iterable[ProcessId], seconds: float) -> bool:
     """Return whether all of the processes ended within `seconds`."""
+    # `waitpid` is not possible: they need not be children of this process.
     deadline = time.monotonic() + seconds
     running = [process for process in processes if process.alive()]
     while running and time.monotonic() < deadline:

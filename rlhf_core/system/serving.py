@@ -72,13 +72,19 @@ class OwnAddressOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or has_own_origin(scope["headers"]):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
-            await send(
-                {"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]}
-            )
-            await send({"type": "http.response.body", "body": _REFUSED})
+            await _refuse(scope, send, 403, _REFUSED)
+
+
+async def _refuse(scope: Scope, send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    """Answer a request with an error, or close a WebSocket before it is accepted."""
+    if scope["type"] == "websocket":
+        # A server answers such a handshake with 403 itself. 1008 is "policy violation" (RFC 6455).
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    all_headers = [(b"content-type", b"text/plain"), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def has_own_origin(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -120,19 +126,16 @@ class KeyOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or scope["path"] == _OPEN or self._is_sent(scope["headers"]):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
-            headers = [(b"content-type", b"text/plain"), (b"www-authenticate", b"Bearer")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
             body = f"The key of this server must be sent as Authorization: Bearer, see {API_KEY}.\n"
-            await send({"type": "http.response.body", "body": body.encode()})
+            await _refuse(scope, send, 401, body.encode(), (b"www-authenticate", b"Bearer"))
 
     def _is_sent(self, headers: list[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
         if len(given) != 1:
             return False
         scheme, _, key = given[0].partition(b" ")
+        # `==` takes longer the more of the key is right, which tells it byte by byte.
         return scheme.lower() == b"bearer" and secrets.compare_digest(key, self._key)
 
 

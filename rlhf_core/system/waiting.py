@@ -52,6 +52,7 @@ def in_background(call: Callable[[], _T]) -> Future[_T]:
     def run() -> None:
         try:
             future.set_result(call())
+        # Also SystemExit, or who waits for the future would wait for ever.
         except BaseException as error:
             future.set_exception(error)
 

@@ -20,12 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from rlhf_core.cluster.placement import RayCluster
+from rlhf_core.cluster.placement import RayCluster, sum_of
 from rlhf_core.cluster.rpc import Pending, RayObjects, RemoteActor
+
+R = TypeVar("R")
 
 
 class LocalObjects(RayObjects):
@@ -60,10 +62,36 @@ class LocalObjects(RayObjects):
         self.killed.append(handle)
 
 
+NEVER: Any = Future()
+"""Result of a method whose call never ends."""
+
+
+class TimedObjects(LocalObjects):
+    """Objects of this process, for which nothing waits: a counter takes the place of the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        """Time that waits for calls which never end have taken."""
+
+    @override
+    def now(self) -> float:
+        return self.seconds
+
+    @override
+    def wait(self, references: Sequence[Any], *, count: int, seconds: float) -> list[Any]:
+        ended = [reference for reference in references if reference.done()]
+        if len(ended) < count:
+            self.seconds += seconds
+        # As `ray.wait`, which returns no more than it was asked for.
+        return ended[:count]
+
+
 def local_actor(actor: Any, objects: LocalObjects | None = None) -> RemoteActor[Any]:
     """Return a remote actor whose calls run the methods of `actor` at once, in this process.
 
-    An error of a method is the result of its call. If a method returns a `Future`, the call ends with it.
+    An error of a method is the result of its call. If a method returns a `Future`, the call ends with it;
+    `NEVER` is one that does not end.
 
     Args:
         actor: Any object with the methods that are called.
@@ -81,22 +109,43 @@ class _Handle:
 
 
 class _Method:
-    def __init__(self, method: Callable[..., Any]) -> None:
+    def __init__(self, method: Callable[..., Any], parts: int | None = None) -> None:
         self._method = method
+        self._parts = parts
 
-    def remote(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def options(self, *, num_returns: int) -> _Method:
+        return _Method(self._method, num_returns)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the reference of the result, or of each part of it."""
         # As in Ray, an argument that is a reference arrives as its object.
         given = [arg.result() if isinstance(arg, Future) else arg for arg in args]
-        reference: Future[Any] = Future()
         try:
             result = self._method(*given, **kwargs)
+        # Any error is the result of the call, as in Ray.
         except Exception as error:
-            reference.set_exception(error)
-            return reference
+            result = Future()
+            result.set_exception(error)
+        if self._parts is None:
+            return _reference(result)
         if isinstance(result, Future):
-            return result
-        reference.set_result(result)
-        return reference
+            return [result] * self._parts
+        if len(result) != self._parts:
+            raise ValueError(f"{len(result)} results instead of {self._parts}, for which Ray raises an error")
+        return [_reference(part) for part in result]
+
+
+def _reference(result: Any) -> Future[Any]:
+    if isinstance(result, Future):
+        return result
+    reference: Future[Any] = Future()
+    reference.set_result(result)
+    return reference
+
+
+def ended(result: R, objects: LocalObjects | None = None) -> Pending[R]:
+    """Return a call with this result."""
+    return Pending(_reference(result), objects or LocalObjects())
 
 
 def node(
@@ -143,19 +192,12 @@ class ScriptedCluster(RayCluster):
         return str(self._nodes[0]["NodeID"])
 
     @override
-    def nodes(self) -> list[dict[str, Any]]:
-        return [each for each in self._nodes if each["Alive"]]
-
-    @override
-    def node_names(self) -> dict[str, str]:
-        return {
-            each["NodeID"]: f"{each['NodeManagerHostname']} ({each['NodeManagerAddress']})"
-            for each in self._nodes
-        }
+    def all_nodes(self) -> list[dict[str, Any]]:
+        return self._nodes
 
     @override
     def total(self) -> Mapping[str, float]:
-        return _sum([each["Resources"] for each in self.nodes()])
+        return sum_of(each["Resources"] for each in self.nodes())
 
     @override
     def free(self) -> Mapping[str, float]:
@@ -165,7 +207,7 @@ class ScriptedCluster(RayCluster):
     def reserve(self, bundles: Sequence[Mapping[str, float]]) -> tuple[Any, Pending[Any]]:
         """Return the bundles as the placement group. The sums of their resources are compared with `free`."""
         self.reserved.append(list(bundles))
-        needed, free = _sum(bundles), self.free()
+        needed, free = sum_of(bundles), self.free()
         reference: Future[None] = Future()
         if all(amount <= free.get(name, 0) for name, amount in needed.items()):
             reference.set_result(None)
@@ -176,10 +218,3 @@ class ScriptedCluster(RayCluster):
         self, actor: type[Any], node_id: str, arguments: Sequence[Any], max_concurrency: int
     ) -> RemoteActor[Any]:
         return local_actor(self._actors[node_id], self.objects)
-
-
-def _sum(resources: Sequence[Mapping[str, float]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for each in resources:
-        total.update(each)
-    return total

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import Group, PPOSettings, Role
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.engines.sync.sender import SyncReport
-from rlhf_core.errors import RLHFError, WorkerDied
+from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
 from rlhf_core.ppo.fleet.fleet import Fleet
@@ -34,70 +35,18 @@ from rlhf_core.ppo.sampling.reward_actor import RewardActor
 from rlhf_core.ppo.training.batch import RolloutColumns
 from rlhf_core.system.heartbeat import Monitor, Participant, State
 from rlhf_core.system.processes import ProcessId
+from rlhf_core.testing.cluster import TimedObjects, ended, local_actor
 from rlhf_core.testing.engines import ScriptedEngine
 
 A = TypeVar("A", bound=Actor)
 R = TypeVar("R")
 
 
-# -- calls --
-
-NEVER: Any = object()
-"""Result of a scripted method whose call never ends."""
-
-
-class _Parts:
-    def __init__(self, method: Callable[..., Any], count: int) -> None:
-        self._method, self._count = method, count
-
-    def remote(self, *args: Any, **kwargs: Any) -> Sequence[Any]:
-        try:
-            parts: Sequence[Any] = self._method(*args, **kwargs)
-        except RLHFError as error:
-            return [error] * self._count
-        if parts is NEVER:
-            return [NEVER] * self._count
-        if len(parts) != self._count:
-            raise ValueError(f"{len(parts)} results instead of {self._count}, for which Ray raises an error")
-        return parts
-
-
-class _Method:
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._method(*args, **kwargs)
-        except RLHFError as error:
-            return error
-
-    def options(self, *, num_returns: int) -> _Parts:
-        return _Parts(self._method, num_returns)
-
-
-class _Handle:
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> _Method:
-        return _Method(getattr(self._actor, name))
-
-
-def scripted_actor(actor: Any) -> RemoteActor[Any]:
-    """Return a remote actor whose calls run the methods of `actor` at once, in this process.
-
-    The references of the results are the results themselves. An `RLHFError` of a method is raised where its
-    result is waited for, as with Ray, and any other error at once. A method that returns `NEVER` does not
-    end.
-    """
-    return RemoteActor(_Handle(actor))
-
-
 class ScriptedMonitor(Monitor):
     """Observes no processes. Its participants are those that a test reports."""
 
     def __init__(self) -> None:
+        # Nothing is written to the folder, which only error messages name.
         super().__init__(Path("scripted processes"))
 
     def report(self, name: str, state: State = "running", activity: str = "") -> None:
@@ -118,7 +67,7 @@ class ScriptedMonitor(Monitor):
 
 
 class ScriptedActorClient(ActorClient):
-    """Waits for calls of scripted actors. Its clock counts the seconds of waits for calls that never end.
+    """Waits for calls of local actors with its `objects`, whose clock counts the seconds of waits.
 
     Args:
         timeouts: Default: all defaults.
@@ -130,30 +79,10 @@ class ScriptedActorClient(ActorClient):
     def __init__(
         self, timeouts: TimeoutsConfig | None = None, monitor: ScriptedMonitor | None = None
     ) -> None:
-        super().__init__(
-            monitor or ScriptedMonitor(), timeouts or TimeoutsConfig(), clock=lambda: self.seconds
-        )
-        self.seconds = 0.0
-        """Time that the waits have taken."""
+        self.objects = TimedObjects()
+        super().__init__(monitor or ScriptedMonitor(), timeouts or TimeoutsConfig(), self.objects)
         self.killed: list[str] = []
         """Names of the actors that were ended."""
-
-    @override
-    def receive(self, pending: Sequence[Pending[R]], received: dict[int, R], seconds: float) -> None:
-        for index, call in enumerate(pending):
-            if isinstance(call.reference, RLHFError):
-                raise call.reference
-            if call.reference is not NEVER:
-                received[index] = call.reference
-        if len(received) < len(pending):
-            self.seconds += seconds
-
-    @override
-    def ready(self, pending: Sequence[Pending[Any]], seconds: float) -> list[bool]:
-        ended = [call.reference is not NEVER for call in pending]
-        if not all(ended):
-            self.seconds += seconds
-        return ended
 
     @override
     def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
@@ -254,9 +183,10 @@ class ScriptedEnginePool(EnginePool):
         self,
         start: Callable[[int, int], RemoteActor[EngineActor]],
         config: EngineConfig,
-        client: ActorClient,
+        client: ScriptedActorClient,
     ) -> None:
         super().__init__(start, config, client)
+        self._objects = client.objects
         self.lost: set[int] = set()
         """Indices of the engines that die in the next call. The next sync restarts them."""
 
@@ -264,7 +194,9 @@ class ScriptedEnginePool(EnginePool):
     def collect(self, pending: Mapping[int, Pending[R]], what: str) -> dict[int, R]:
         calls = dict(pending)
         for index in self.lost:
-            calls[index] = Pending(WorkerDied("a scripted engine has died"))
+            died: Future[R] = Future()
+            died.set_exception(WorkerDied("a scripted engine has died"))
+            calls[index] = Pending(died, self._objects)
         self.lost = set()
         return super().collect(calls, what)
 
@@ -338,23 +270,23 @@ class ScriptedFleet(Fleet):
 
     @override
     def _start_rank(self, group: Group, rank: int) -> RemoteActor[ModelWorker]:
-        return scripted_actor(self._ranks[group.roles[0]][rank])
+        return local_actor(self._ranks[group.roles[0]][rank], self.client.objects)
 
     @override
     def _start_engine(self, index: int, starts_before: int) -> RemoteActor[EngineActor]:
-        return scripted_actor(self.engine_actors[index])
+        return local_actor(self.engine_actors[index], self.client.objects)
 
     @override
     def start_helper(self, kind: type[A], name: str, node: str | None = None) -> RemoteActor[A]:
         helper = ScriptedRewards(_participant(name))
         self.rewards.append(helper)
-        return scripted_actor(helper)
+        return local_actor(helper, self.client.objects)
 
     # -- calls --
 
     @override
     def put(self, columns: RolloutColumns) -> Pending[RolloutColumns]:
-        return Pending(columns)
+        return ended(columns, self.client.objects)
 
     @override
     def usage_by_group(self) -> dict[str, list[Usage]] | None:

@@ -107,6 +107,7 @@ def scripted_ranks(
         calls.append(RayCall(layout.label, layout.ranks))
         return make_group(layout, limits, monitor)
 
+    # Names of `cluster.ranks`, which has imported the function from another module.
     with (
         mock.patch("rlhf_core.cluster.ranks.connect", connect),
         mock.patch("rlhf_core.cluster.ranks.RankGroup", group),

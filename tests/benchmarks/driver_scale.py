@@ -227,7 +227,6 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
     hosts = [f"host {number}" for number in range(math.ceil(placement.processes / PROCESSES_PER_HOST))]
     fleet._placement = SimpleNamespace(node_of_bundle=hosts)
     fleet.start_helper = lambda *_args: RemoteActor(_Handle(meter, _Rewards()))
-    fleet.fetch = fleet.wait
 
     def sync(version: int) -> SyncReport:
         for engine in engines:

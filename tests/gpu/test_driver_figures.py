@@ -28,7 +28,6 @@ def test_the_figures_follow_the_gpu() -> None:
     while time.monotonic() < end:
         matrix = torch.nn.functional.normalize(matrix @ matrix)
         torch.cuda.synchronize()
-    sampler.close()
     found = sampler.counters()
     assert found["gpu_samples/update_policy"] >= 10
     assert found["gpu_busy/update_policy"] / found["gpu_samples/update_policy"] > 0.5

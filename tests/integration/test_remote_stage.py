@@ -22,7 +22,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError, StageFailed
-from rlhf_core.executors.follow import Waits, run_remote
+from rlhf_core.executors.follow import JobFollower, Waits
 from rlhf_core.executors.slurm import SlurmJobs
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.types import ArtifactRef
@@ -55,7 +55,7 @@ class Flow:
         config = PipelineConfig.model_validate({"run": run})
         spec = StageSpec("data", "0" * 16, config)
         scheduler = SlurmJobs(self.folder / "output")
-        return run_remote(scheduler, spec, self.log_file, 60.0, on_event or self.events.append, WAITS)
+        return JobFollower(scheduler, spec, self.log_file, 60.0, on_event or self.events.append, WAITS).run()
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the stage and its job."""

@@ -30,8 +30,8 @@ def follower(
     timeout: float = 20.0,
     waits: Waits = FAST,
     clock: Clock = SYSTEM_CLOCK,
-) -> follow._Follower:
-    return follow._Follower(scheduler, spec, log_file, timeout, lambda event: None, waits, clock)
+) -> follow.JobFollower:
+    return follow.JobFollower(scheduler, spec, log_file, timeout, lambda event: None, waits, clock)
 
 
 def add_events(files: JobFiles, events: Sequence[Event]) -> None:

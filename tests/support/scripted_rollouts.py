@@ -26,7 +26,8 @@ from rlhf_core.ppo.training.batch import (
     header_of,
 )
 from rlhf_core.rewards.compose import RewardBatch
-from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank, scripted_actor
+from rlhf_core.testing.cluster import local_actor
+from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, RewardInput, Rollout
 
 SEED, VERSION, PLACES, SAMPLES = 7, 5, 4, 2
@@ -75,13 +76,13 @@ class FixedEngines:
             ]
             return [(request, header_of(answer)), *columns]
 
-        return scripted_actor(SimpleNamespace(sample=sample))
+        return local_actor(SimpleNamespace(sample=sample))
 
     def collect(self, pending: Mapping[int, Pending[Any]], _what: str) -> dict[int, RolloutHeader]:
         lost, self.lost = self.lost, set()
         self.dead |= lost
-        self.calls.append({engine: call.reference[0] for engine, call in pending.items()})
-        return {engine: call.reference[1] for engine, call in pending.items() if engine not in lost}
+        self.calls.append({engine: call.reference.result()[0] for engine, call in pending.items()})
+        return {engine: call.reference.result()[1] for engine, call in pending.items() if engine not in lost}
 
     def give_up(self) -> None:
         self.serving = [index for index in self.serving if index not in self.dead]
@@ -136,7 +137,7 @@ def rollouts(batch: RolloutBatch) -> list[Rollout]:
     """Return the rows of a batch."""
     made = []
     for index, ((number, row), prompt) in enumerate(zip(batch.places, batch.prompts, strict=True)):
-        chunk: RolloutColumns = batch.chunks[number].reference
+        chunk: RolloutColumns = batch.chunks[number].reference.result()
         response = tuple(chunk.response(row).tolist())
         assert len(response) == batch.lengths_B[index]
         made.append(

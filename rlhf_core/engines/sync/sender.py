@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
-from rlhf_core.engines.sync.transport import EngineClient, TransportConfig, Weights
 from rlhf_core.engines.sync.vllm_transport import VllmTransport
 from rlhf_core.engines.sync.wire import (
+    EngineClient,
     GlooSender,
     TensorSpec,
+    TransportConfig,
+    Weights,
     cut,
     pack,
     routes,
@@ -188,26 +190,31 @@ class _GlooTransport:
         client.finish_weight_update(version)
 
     def _broadcast(self, stream: Iterator[tuple[str, torch.Tensor]], received: Future[None]) -> None:
-        sending: tuple[Any, torch.Tensor] | None = None
+        sending: Any = None
+        # gloo reads the memory of a buffer until it is sent, so this one is held until the next one.
+        held: torch.Tensor | None = None
         try:
             for bucket in cut(self._specs, self._bucket_bytes):
                 # While the bucket before is being sent.
                 buffer = pack([next(stream)[1].cpu() for _ in bucket])
-                if sending is not None:
-                    self._finish(sending[0], received)
-                sending = (self._group.send(buffer), buffer)
-            if sending is not None:
-                self._finish(sending[0], received)
+                self._finish(sending, received)
+                sending, held = self._group.send(buffer), buffer
+            self._finish(sending, received)
+            del held
         except RuntimeError as error:
             raise WeightSyncError(f"the broadcast to the engines broke: {error}") from error
         for _ in stream:  # ends the last gathering context
             raise AssertionError("more weights than were declared")
 
     def _finish(self, sending: Any, received: Future[None]) -> None:
-        """Wait until a bucket is sent. Raises the error of the engines if they fail while it waits."""
-        while sending is not None and not sending.is_completed():
+        """Wait until a bucket is sent. Raises the error of the engines if they fail while it waits.
+
+        `sending` is None for an empty bucket, and before the first one.
+        """
+        if sending is None:
+            return
+        while not sending.is_completed():
             if received.done():
                 received.result()
             time.sleep(0.0005)
-        if sending is not None:
-            sending.wait()
+        sending.wait()

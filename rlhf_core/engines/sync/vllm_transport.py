@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.engines.sync.transport import EngineClient, TransportConfig, Weights
-from rlhf_core.engines.sync.wire import TensorSpec, plain_handles
+from rlhf_core.engines.sync.wire import EngineClient, TensorSpec, TransportConfig, Weights, plain_handles
 from rlhf_core.system.heartbeat import heartbeat
 from rlhf_core.system.processes import free_port
 
@@ -46,10 +45,12 @@ class VllmTransport:
                 return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in specs]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                # The iterator from which `drain` takes what vLLM has left.
-                return sending.current
+                return transport_of_source._current
 
-        self._sending = sending = _Sending(stream)
+        transport_of_source = self
+        self._stream = stream
+        self._current: Iterator[tuple[str, torch.Tensor]] = iter(())
+        """The weights of the present update that were not sent yet."""
         self._client = _Versioned(client, ipc=transport.backend == "ipc")
         self._engine: Any
         if transport.backend == "nccl":
@@ -90,11 +91,13 @@ class VllmTransport:
     def send(self, version: str) -> None:
         """Send all weights to the engines, which then have this version."""
         self._client.start(version)
-        self._sending.start()
+        self._current = self._stream()
         try:
             self._engine.send_weights()
         finally:
-            self._sending.drain()
+            # What vLLM has left after an error: the other ranks wait for this one in their gathers.
+            for _ in self._current:
+                pass
         self._client.raise_deferred()
 
 
@@ -105,23 +108,6 @@ def _ipc_buffer(bucket_bytes: int, specs: list[TensorSpec]) -> int:
     """
     sizes = [spec.bytes for spec in specs]
     return max(*sizes, min(bucket_bytes, sum(sizes)))
-
-
-class _Sending:
-    """The weights of the present update."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self.current: Iterator[tuple[str, torch.Tensor]] = iter(())
-
-    def start(self) -> None:
-        """Begin with the first tensor."""
-        self.current = self._weights()
-
-    def drain(self) -> None:
-        """Take the weights that were not sent: the other ranks wait for this one in their gathers."""
-        for _ in self.current:
-            pass
 
 
 class _Versioned:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as _dist
@@ -99,8 +99,10 @@ def plain_handles(handles: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """
 
     def plain(value: Any) -> Any:
-        numbers = [number for number, known in enumerate(_TYPES) if value is known]
-        return {"type": numbers[0]} if numbers else value
+        for number, known in enumerate(_TYPES):
+            if value is known:
+                return {"type": number}
+        return value
 
     return {gpu: [plain(value) for value in handle] for gpu, handle in handles.items()}
 
@@ -196,20 +198,58 @@ def are_interchangeable(one: Path, other: Path) -> bool:
     Their configurations must be equal, and so must names, types and shapes of their tensors, which this host
     must have. Weights that are quantized in the files are never replaced.
     """
-    folders = [ModelFolder(one), ModelFolder(other)]
-    if not all(folder.has_config for folder in folders):
+    first, second = ModelFolder(one), ModelFolder(other)
+    if not (first.has_config and second.has_config):
         return False
-    configs = [folder.config for folder in folders]
-    if configs[0] != configs[1] or "quantization_config" in configs[0]:
+    if first.config != second.config or "quantization_config" in first.config:
         return False
-    tensors = [
-        {name: (entry["dtype"], entry["shape"]) for name, entry in folder.tensors.items()}
-        for folder in folders
-    ]
-    return tensors[0] == tensors[1] and len(tensors[0]) > 0
+    kinds = _tensor_kinds(first)
+    return bool(kinds) and kinds == _tensor_kinds(second)
+
+
+def _tensor_kinds(folder: ModelFolder) -> dict[str, tuple[Any, Any]]:
+    """Return type and shape of each tensor by name, from the headers of the files."""
+    return {name: (entry["dtype"], entry["shape"]) for name, entry in folder.tensors.items()}
 
 
 # -- transport --
+
+
+Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+"""Starts a new iteration over (name, full tensor), in the same order on every rank."""
+
+
+class EngineClient(Protocol):
+    """Calls vLLM's weight-sync methods on all engines, and collects their acknowledgements."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: Any) -> None: ...
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+    def acknowledge(self) -> list[Acknowledgement]: ...
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """How weights get from the trainers to the engines."""
+
+    backend: str
+    """"gloo", "nccl" or "ipc"."""
+    sender: tuple[str, int]
+    """Address and port of policy rank 0, which sends."""
+    engines: tuple[str, ...]
+    """Host of each engine."""
+    workers: int
+    """Number of workers of each engine."""
+    bucket_bytes: int
+    """Largest message."""
+    timeout: float
+    """Time limit of each operation of the gloo transport, in seconds: `run.timeouts.sync`."""
+
+    @property
+    def receivers(self) -> list[str]:
+        """Hosts of the workers of all engines."""
+        return [host for host in self.engines for _ in range(self.workers)]
 
 
 class Route(NamedTuple):

@@ -194,7 +194,7 @@ def _columns(rollouts: Sequence[Rollout], prompts: Sequence[int], n: int) -> lis
 
 
 class RayEngineClient:
-    """A `engines.sync.transport.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
+    """A `engines.sync.wire.EngineClient`. Each call waits at most `timeout` seconds for all engines."""
 
     def __init__(
         self, engines: Sequence[RemoteActor[EngineActor]], hosts: Sequence[str], timeout: float

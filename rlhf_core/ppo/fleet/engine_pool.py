@@ -28,9 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from rlhf_core.cluster.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor
+from rlhf_core.cluster.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor, settle
 from rlhf_core.config.engine import EngineConfig
-from rlhf_core.errors import InfrastructureError, OutOfMemory, WorkerDied
+from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.worker import ModelWorker
 
@@ -107,19 +107,21 @@ class EnginePool:
         suspended: set[int] = set()
         last_progress = client.clock()
         while remaining:
-            ended = client.ready(list(remaining.values()), POLL_SECONDS)
-            answered = [index for index, has_ended in zip(remaining, ended, strict=True) if has_ended]
-            for index in answered:
-                call = remaining.pop(index)
-                try:
-                    (results[index],) = client.fetch([call], POLL_SECONDS)
+            answers = zip(list(remaining), settle(list(remaining.values()), POLL_SECONDS), strict=True)
+            has_answers = False
+            for index, answer in answers:
+                if isinstance(answer, TimeoutError):
+                    continue
+                del remaining[index]
+                has_answers = True
+                if isinstance(answer, WorkerDied | OutOfMemory):
+                    self._mark_dead(self._engines[index], f"while waiting for {what}: {answer.message}")
+                elif isinstance(answer, RLHFError):
+                    raise answer
+                else:
+                    results[index] = answer
                     self._engines[index].restarts = 0
-                except TimeoutError:  # Ray has evicted the answer
-                    remaining[index] = call
-                except (WorkerDied, OutOfMemory) as error:
-                    self._mark_dead(self._engines[index], f"while waiting for {what}: {error.message}")
-            # An answer that was evicted is in `remaining` again, and is no progress.
-            if set(answered) - set(remaining) or client.monitor.busy():
+            if has_answers or client.monitor.busy():
                 last_progress = client.clock()
             # The monitor does not see an engine as stalled if the call never reached it.
             waited = client.clock() - last_progress

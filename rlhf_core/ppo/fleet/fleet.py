@@ -19,7 +19,7 @@ from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.placement import RAY_CLUSTER
 from rlhf_core.cluster.ranks import new_ray_session
-from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
+from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage, fetch
 from rlhf_core.config.placement import Group, PPOSettings, Role, plan
 from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.engines.sync.sender import SyncReport
@@ -370,10 +370,6 @@ class Fleet:
         """Ids of the nodes of all ranks and engines."""
         return list(dict.fromkeys(self._placement.node_of_bundle))
 
-    def fetch(self, pending: Sequence[Pending[R]], seconds: float) -> list[R]:
-        """Return results in order; see `ActorClient.fetch`."""
-        return self._client.fetch(pending, seconds)
-
     def usage(self) -> list[Usage]:
         """Return the resources used by each worker and engine."""
         actors: list[RemoteActor[Actor]] = [*self._all_workers(), *self.engines.actors]
@@ -389,10 +385,9 @@ class Fleet:
         for group in self.distinct_groups:
             actors[group.group.name] = [*group.workers]
         calls = {name: [actor.call(Actor.usage) for actor in group] for name, group in actors.items()}
-        if not all(self._client.ready([call for group in calls.values() for call in group], _USAGE_SECONDS)):
-            return None
         try:
-            return {name: self._client.fetch(group, _USAGE_SECONDS) for name, group in calls.items()}
+            # All were asked at the same time, so the second group has had the time of the first one, too.
+            return {name: fetch(group, _USAGE_SECONDS) for name, group in calls.items()}
         except (InfrastructureError, TimeoutError):
             return None
 

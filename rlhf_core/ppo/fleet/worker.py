@@ -394,8 +394,7 @@ class ModelWorker(ListeningActor):
             hosts: Address of each engine.
         """
         from rlhf_core.engines.sync.sender import WeightSender
-        from rlhf_core.engines.sync.transport import TransportConfig
-        from rlhf_core.engines.sync.wire import TensorSpec
+        from rlhf_core.engines.sync.wire import TensorSpec, TransportConfig
         from rlhf_core.models.adapters import adapter_config
         from rlhf_core.models.policy import DTYPES
 

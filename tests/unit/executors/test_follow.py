@@ -1,4 +1,4 @@
-"""A stage as a job: `run_remote`, with a real store, KubeRay's executor and a scripted API server.
+"""A stage as a job: `JobFollower`, with a real store, KubeRay's executor and a scripted API server.
 
 - events, log and result of the job reach the flow in order
 - a job that ends without a result ends in an error that says why and quotes its log; the manifest decides
@@ -28,7 +28,7 @@ from rlhf_core.errors import (
     StageFailed,
     StageTimedOut,
 )
-from rlhf_core.executors.follow import Waits, run_remote, shared_environment
+from rlhf_core.executors.follow import JobFollower, Waits, shared_environment
 from rlhf_core.executors.job_files import JobFiles
 from rlhf_core.executors.kuberay import KubeRayJobs
 from rlhf_core.executors.spec import StageSpec
@@ -48,7 +48,7 @@ def following(
     waits: Waits = FAST,
 ) -> ArtifactRef:
     jobs = KubeRayJobs(None)
-    return run_remote(jobs, spec, tmp_path / "data-01.log", 20.0, on_event, waits)
+    return JobFollower(jobs, spec, tmp_path / "data-01.log", 20.0, on_event, waits).run()
 
 
 def test_events_log_and_result_reach_the_flow(
@@ -310,7 +310,9 @@ def test_a_job_that_does_not_stop_is_deleted(
 ) -> None:
     with pytest.raises(StageTimedOut, match=r"run\.stage_timeout=604800 is over"):
         jobs = KubeRayJobs(None)
-        run_remote(jobs, spec, tmp_path / "data-01.log", 0.2, lambda event: None, replace(FAST, stop=0.1))
+        JobFollower(
+            jobs, spec, tmp_path / "data-01.log", 0.2, lambda event: None, replace(FAST, stop=0.1)
+        ).run()
     assert store.exists(f"jobs/{KEY}/000001/stop")
     assert api.objects == {}
 

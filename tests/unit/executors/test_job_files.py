@@ -20,7 +20,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, StageFailed, StoreError
 from rlhf_core.executors.base import Job, JobStatus
-from rlhf_core.executors.follow import Waits, _Follower
+from rlhf_core.executors.follow import JobFollower, Waits
 from rlhf_core.executors.job_files import JobFiles, delete_jobs
 from rlhf_core.executors.remote import _Reporter
 from rlhf_core.executors.spec import StageSpec
@@ -73,9 +73,9 @@ def follower(
     scheduler: OneState,
     events: list[dict[str, Any]],
     clock: ManualClock | None = None,
-) -> _Follower:
+) -> JobFollower:
     log_file = spec.home.make().path / "data-01.log"
-    follower = _Follower(scheduler, spec, log_file, 1e6, events.append, Waits(), clock or ManualClock())
+    follower = JobFollower(scheduler, spec, log_file, 1e6, events.append, Waits(), clock or ManualClock())
     follower._store = store
     return follower
 

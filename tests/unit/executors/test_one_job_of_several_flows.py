@@ -19,7 +19,7 @@ from rlhf_core.errors import (
     StageTimedOut,
 )
 from rlhf_core.executors import base
-from rlhf_core.executors.follow import run_remote
+from rlhf_core.executors.follow import JobFollower
 from rlhf_core.executors.job_files import JobFiles
 from rlhf_core.executors.kuberay import KubeRayJobs
 from rlhf_core.executors.spec import StageSpec
@@ -56,7 +56,7 @@ def test_two_flows_follow_one_job(spec: StageSpec, store: Store, tmp_path: Path)
 
     def flow(log_file: Path) -> None:
         start.wait()
-        results.append(run_remote(scheduler, spec, log_file, 20.0, lambda event: None, FAST))
+        results.append(JobFollower(scheduler, spec, log_file, 20.0, lambda event: None, FAST).run())
 
     flows = [threading.Thread(target=flow, args=[tmp_path / f"{name}.log"], daemon=True) for name in "ab"]
     for each in flows:
@@ -155,7 +155,7 @@ def test_a_job_is_submitted_when_the_scheduler_answers_again(
         add_events(files, [RESULT])
 
     Job(store, work)
-    assert run_remote(scheduler, spec, tmp_path / "data-01.log", 20.0, lambda event: None, FAST) == REF
+    assert JobFollower(scheduler, spec, tmp_path / "data-01.log", 20.0, lambda event: None, FAST).run() == REF
     assert len(scheduler.submitted) == 1
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import StoreError
+from rlhf_core.executors.events import error_event
 from rlhf_core.executors.job_files import LOG_BYTES, JobFiles
 from rlhf_core.executors.remote import _Reporter
 from rlhf_core.storage.store import Store
@@ -101,6 +102,6 @@ def test_the_final_event_does_not_depend_on_the_log(
         redirect_stderr(io.TextIOWrapper(full_disk, write_through=True)),
         _Reporter(files, log, last_seconds=0.0) as reporter,
     ):
-        reporter.send_error(StoreError("the disk is full"))
+        reporter.send(error_event(StoreError("the disk is full")))
     events, _ = files.read_events()
     assert [event["type"] for event in events] == ["StoreError"]

@@ -25,7 +25,6 @@ import pytest
 import torch
 from typing_extensions import override
 
-from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed, NonFiniteError
 from rlhf_core.ppo.controller import PPOController
@@ -36,6 +35,7 @@ from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.testing.cluster import ended
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
@@ -49,7 +49,7 @@ def batch_of(count: int) -> RolloutBatch:
     rollouts = [Rollout("p", i, (1,), (2, 3), (-1.0, -1.0), True, 0) for i in range(count)]
     header, numbers = header_of(rollouts), np.arange(count)
     return RolloutBatch(
-        [Pending(columns_of(rollouts, count))],
+        [ended(columns_of(rollouts, count))],
         Places(0 * numbers, numbers),
         header.lengths,
         header.finished,

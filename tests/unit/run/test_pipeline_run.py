@@ -36,7 +36,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError, StageFailed, StageHeld, StoreUnavailable
-from rlhf_core.executors.follow import _Follower
+from rlhf_core.executors.follow import JobFollower
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.ops.parameters import overrides_of
 from rlhf_core.pipeline import STAGES, StageName, stages_between
@@ -517,7 +517,7 @@ def test_progress_of_a_job_that_has_not_changed_is_reported_once(
     )
 
     def job(run: PipelineRun, spec: StageSpec, log_file: Path, on_event: Any, *_: Any) -> ArtifactRef:
-        follower = _Follower(scheduler, spec, log_file, 20.0, on_event, FAST, SYSTEM_CLOCK)
+        follower = JobFollower(scheduler, spec, log_file, 20.0, on_event, FAST, SYSTEM_CLOCK)
         for _poll in range(3):
             follower._read_events(files)
         return ref(spec.stage)

@@ -26,8 +26,9 @@ from rlhf_core.errors import InfrastructureError, WorkerStuck
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.rollouts import Collector, read_responses
 from rlhf_core.ppo.training.batch import ModelScores, RolloutBatch, RolloutColumns
+from rlhf_core.testing.cluster import NEVER, local_actor
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
-from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank, scripted_actor
+from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample
 
@@ -105,7 +106,7 @@ def test_a_call_that_never_ends_is_an_error_after_the_timeout() -> None:
     with pytest.raises(WorkerStuck, match=r"while waiting for reward\.scores"):
         fleet.scores(batch).gather()
     limit = fleet.client.start_seconds
-    assert limit < fleet.client.seconds < limit + 2
+    assert limit < fleet.client.objects.seconds < limit + 2
 
 
 def test_other_methods_of_a_rank_are_the_real_ones(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_other_methods_of_a_rank_are_the_real_ones(tmp_path: Path) -> None:
 
 
 def test_a_wrong_number_of_results_is_an_error() -> None:
-    actor = scripted_actor(ScriptedRank())
+    actor = local_actor(ScriptedRank())
     with pytest.raises(TypeError):
         actor.call_parts(2, Actor.usage)  # type: ignore[arg-type]  # wrong on purpose
 
@@ -131,4 +132,4 @@ def test_a_wrong_number_of_results_is_an_error() -> None:
             return (None,)
 
     with pytest.raises(ValueError, match="1 results instead of 2"):
-        scripted_actor(Rank()).call_parts(2, ModelWorker.logprobs, "policy", False, 1)
+        local_actor(Rank()).call_parts(2, ModelWorker.logprobs, "policy", False, 1)

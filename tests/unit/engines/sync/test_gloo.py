@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from rlhf_core.engines.sync.sender import WeightSender
-from rlhf_core.engines.sync.transport import TransportConfig
 from rlhf_core.engines.sync.wire import (
     Acknowledgement,
     GlooSource,
     TensorSpec,
+    TransportConfig,
     receive_buckets,
     routes,
     tensor_checksum,

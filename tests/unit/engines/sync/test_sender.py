@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from rlhf_core.engines.sync.sender import WeightSender
-from rlhf_core.engines.sync.transport import TransportConfig
-from rlhf_core.engines.sync.wire import GlooSource, TensorSpec
+from rlhf_core.engines.sync.wire import GlooSource, TensorSpec, TransportConfig
 from rlhf_core.errors import WeightSyncError
 from tests.support.cuda_on_cpu import replace_cuda
 

@@ -25,9 +25,8 @@ from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_ten
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from rlhf_core.engines.sync import receiver, vllm_transport
-from rlhf_core.engines.sync.transport import TransportConfig
 from rlhf_core.engines.sync.vllm_transport import VllmTransport
-from rlhf_core.engines.sync.wire import Acknowledgement, TensorSpec
+from rlhf_core.engines.sync.wire import Acknowledgement, TensorSpec, TransportConfig
 from rlhf_core.system.heartbeat import Monitor, register, unregister
 from tests.support.cuda_on_cpu import replace_cuda
 

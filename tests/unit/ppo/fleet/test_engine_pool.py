@@ -23,14 +23,9 @@ from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
+from rlhf_core.testing.cluster import NEVER, local_actor
 from rlhf_core.testing.engines import Reply, ScriptedEngine
-from rlhf_core.testing.fleet import (
-    NEVER,
-    ScriptedActorClient,
-    ScriptedEngineActor,
-    ScriptedMonitor,
-    scripted_actor,
-)
+from rlhf_core.testing.fleet import ScriptedActorClient, ScriptedEngineActor, ScriptedMonitor
 
 LIMIT = 30.0
 
@@ -92,7 +87,7 @@ class _Script:
 
     def start(self, index: int, starts: int) -> RemoteActor[EngineActor]:
         self.starts.append((index, starts))
-        return scripted_actor(_Engine(index, self))
+        return local_actor(_Engine(index, self), self.client.objects)
 
     def pool(self, count: int, *, min_count: int = 1, max_restarts: int = 3) -> EnginePool:
         config = EngineConfig(count=count, min_count=min_count, max_restarts=max_restarts)
@@ -126,7 +121,7 @@ def test_a_call_that_never_begins_marks_its_engine_dead(
     pool.confirm_weights()
     assert sample(pool) == {0: "answer of 0"}
     assert pool.serving == [0]
-    assert script.client.seconds == pytest.approx(max(1, busy_seconds) + LIMIT + 1, abs=2)
+    assert script.client.objects.seconds == pytest.approx(max(1, busy_seconds) + LIMIT + 1, abs=2)
     assert script.client.killed == ["engine 1"]
     assert "engine 1 is lost: the rollout did not begin within 31 s" in caplog.text
 

@@ -41,8 +41,9 @@ from rlhf_core.ppo.training.batch import (
     route,
     row_columns,
 )
+from rlhf_core.testing.cluster import NEVER, ended
 from rlhf_core.testing.engines import Reply, ScriptedEngine
-from rlhf_core.testing.fleet import NEVER, ScriptedEngineActor, ScriptedFleet, ScriptedRank
+from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, Rollout
 
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
@@ -118,7 +119,7 @@ def test_usage_is_known_only_if_all_processes_answer(fleet: _Whole) -> None:
     assert usage() is None
     fleet.two_engines[1].answer = NEVER
     assert usage() is None
-    assert fleet.client.seconds == 1.0, "it does not wait longer for a suspended process"
+    assert fleet.client.objects.seconds == 1.0, "it does not wait longer for a suspended process"
 
 
 class _Actor:
@@ -243,7 +244,7 @@ def chunked(lengths: list[int], rows: int) -> RolloutBatch:
     rollouts = [Rollout(f"p{i}", 0, (1,), (i,) * n, (-1.0,) * n, True, 0) for i, n in enumerate(lengths)]
     numbers = np.arange(len(lengths))
     return RolloutBatch(
-        [Pending(columns_of(rollouts[k : k + rows], 1)) for k in range(0, len(lengths), rows)],
+        [ended(columns_of(rollouts[k : k + rows], 1)) for k in range(0, len(lengths), rows)],
         Places(numbers // rows, numbers % rows),
         np.array(lengths, np.int32),
         np.ones(len(lengths), np.bool_),

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from rlhf_core.cluster.rpc import Pending
 from rlhf_core.ppo.sampling.schedule import StoredRollouts
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of, header_of
 from rlhf_core.rewards.compose import RewardBatch
+from rlhf_core.testing.cluster import ended
 from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.types import PromptExample, Rollout
 from tests.support.scripted_rollouts import rollouts
@@ -35,7 +35,7 @@ def batch_with(rewards: RewardBatch | None = None) -> RolloutBatch:
     ]
     header = header_of(sampled)
     return RolloutBatch(
-        [Pending(columns_of(sampled[:6], 2)), Pending(columns_of(sampled[6:], 2))],
+        [ended(columns_of(sampled[:6], 2)), ended(columns_of(sampled[6:], 2))],
         Places(np.array([0] * 6 + [1] * 2), np.array([4, 5, 2, 3, 0, 1, 0, 1])),
         header.lengths,
         header.finished,

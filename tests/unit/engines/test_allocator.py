@@ -12,7 +12,7 @@ import pytest
 
 LOOP = """
 import resource, sys, torch
-from rlhf_core.system import allocator
+from rlhf_core.engines import distributed
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -20,7 +20,7 @@ def faults():
         [torch.empty(16 << 20, dtype=torch.uint8).fill_(1) for _ in range(4)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-getattr(allocator, sys.argv[1])()
+getattr(distributed, sys.argv[1])()
 faults()
 print(faults())
 """
