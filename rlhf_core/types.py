@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlhf_core.pipeline import StageName
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.stopping import StopRequest
+
+T = TypeVar("T")
 
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of a response to it."""
@@ -174,6 +176,11 @@ class MetricLogger(Protocol):
 
     def log_file(self, path: Path, folder: str = "") -> None:
         """Log a small file (report, data card) as an artifact of the run."""
+
+
+def prefixed(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Return `values`, such as metrics, with `prefix` before each name."""
+    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 class Checkpoints(Protocol):

@@ -142,12 +142,6 @@ def _run_stage(
     process cannot do that itself. `seen` has the kinds of the events that have come.
     """
     config = run.config
-
-    def end(status: Status) -> None:
-        # Before it has started, another attempt may hold the stage, which has the same MLflow run.
-        if "started" in seen:
-            run.tracking.finish_stage(run.parent_run_id, spec.key, status)
-
     # All attempts of a stage share its time.
     left = config.run.stage_timeout - (time.monotonic() - run.first_started[spec.stage])
     try:
@@ -158,12 +152,12 @@ def _run_stage(
         return run_remote(scheduler, spec, log_file, max(0.0, left), on_event)
     except Superseded:
         raise  # The MLflow run belongs to the other attempt.
-    except Exception as error:
-        end("FAILED")
+    except BaseException as error:  # also KeyboardInterrupt and Prefect's cancellation
+        # Before it has started, another attempt may hold the stage, which has the same MLflow run.
+        if "started" in seen:
+            status: Status = "FAILED" if isinstance(error, Exception) else "KILLED"
+            run.tracking.finish_stage(run.parent_run_id, spec.key, status)
         retries = retry_policy.remaining(error)
         if retries:
             log.warning("%s; trying again from the last checkpoint, %d tries left", error, retries)
-        raise
-    except BaseException:
-        end("KILLED")
         raise

@@ -46,7 +46,7 @@ from rlhf_core.stages.training import (
 )
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PairExample, StageContext, StageResult
+from rlhf_core.types import PairExample, StageContext, StageResult, prefixed
 
 _METRICS = ("loss", "accuracy", "rewards/chosen", "rewards/rejected")
 
@@ -187,7 +187,7 @@ def evaluate_dpo(
     reference = torch.tensor([row.reference for row in held_out], dtype=policy_P2.dtype)
     ratios_P2 = policy_P2.cpu() - reference.view(len(held_out), 2)
     bounds = accuracy_interval(ratios_P2[:, 0] - ratios_P2[:, 1], [row.pair for row in held_out])
-    return found | {f"eval/{name}": bound for name, bound in bounds.items()}
+    return found | prefixed("eval/", bounds)
 
 
 @torch.no_grad()
@@ -236,7 +236,7 @@ def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOCo
 def _means(split: str, sums: torch.Tensor, count: int) -> dict[str, float]:
     means = dict(zip(_METRICS, (sums / count).tolist(), strict=True))
     means["margin"] = means["rewards/chosen"] - means["rewards/rejected"]
-    return {f"{split}/{name}": value for name, value in means.items()}
+    return prefixed(f"{split}/", means)
 
 
 def _forward(

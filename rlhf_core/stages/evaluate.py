@@ -21,6 +21,7 @@ from rlhf_core.config.register import POLICIES
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
 from rlhf_core.evaluation.chosen_answers import (
@@ -54,7 +55,7 @@ from rlhf_core.rewards.compose import code_digests
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.stages.evaluation_files import Samples, write_evaluation
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
+from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         GateFailed: A language model that judges or rewards agrees too little with the held-out pairs.
         RLHFError: What engines, models and reward sources raise.
     """
-    from rlhf_core.engines.distributed import resolve_device
-
     prompts = _held_out_prompts(config, context)
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
@@ -262,7 +261,7 @@ def _measure(
         batch = scoring.score_rules(
             config, sources, all_responses, code_digests(config.ppo.rewards, context.sources)
         )
-        if usage := {f"eval/rules/{name}": value for name, value in batch.usage_metrics().items()}:
+        if usage := prefixed("eval/rules/", batch.usage_metrics()):
             context.metrics.log_metrics(usage, 0)
         if any(source.weight for source in sources):
             measures["rules"] = by_model(batch.total)

@@ -18,7 +18,7 @@ from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.summary import Measured
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import ArtifactRef, StageContext
+from rlhf_core.types import ArtifactRef, StageContext, prefixed
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.plots import StepMetrics
@@ -86,7 +86,7 @@ def write_evaluation(
         images.append(report.Plot(title, caption, png))
     html = report.render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
-    context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
+    context.metrics.log_metrics(prefixed("eval/", metrics), 0)
     context.metrics.log_table("samples", [_table_row(row) for row in samples.first])
     context.metrics.log_file(out / "report.html")
     context.metrics.flush()
@@ -231,5 +231,5 @@ def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     winner = flat_name("winner", main_policy(row["scores"]))
     flat = {name: row[name] for name in ("prompt", *row["scores"], winner)}
     for model, scores in row["scores"].items():
-        flat |= {f"{model}/{name}": value for name, value in scores.items()}
+        flat |= prefixed(f"{model}/", scores)
     return flat

@@ -28,7 +28,7 @@ from rlhf_core.models.ensemble import combined, deviations, save_ensemble
 from rlhf_core.stages.training import Metrics, accuracy_interval
 from rlhf_core.storage.bundles import on_one_disk
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import Checkpoints, MetricLogger, PairExample, StageContext
+from rlhf_core.types import Checkpoints, MetricLogger, PairExample, StageContext, prefixed
 
 _FOLDER, _OUTPUT, _RESULTS = "members", "output", "results.json"
 
@@ -99,7 +99,7 @@ def train_members(
         return {}
     save_ensemble(out / "model", ensemble)
     combined_metrics = _ensemble_metrics(ensemble, finished.members, held_out)
-    context.metrics.log_metrics({f"eval/{name}": value for name, value in combined_metrics.items()}, steps)
+    context.metrics.log_metrics(prefixed("eval/", combined_metrics), steps)
     return finished.metrics() | combined_metrics
 
 
@@ -113,7 +113,7 @@ def _ensemble_metrics(
     bounds = accuracy_interval(torch.from_numpy(gap_P), held_out)
     return {
         "ensemble/accuracy": float(np.heaviside(gap_P, 0.5).mean()),
-        **{f"ensemble/{name}": bound for name, bound in bounds.items()},
+        **prefixed("ensemble/", bounds),
         "ensemble/std": float(np.mean(deviations(by_member))),
     }
 
@@ -128,7 +128,7 @@ class _Finished:
     def metrics(self) -> Metrics:
         metrics = dict(self.members[0].metrics)
         for number, member in enumerate(self.members[1:], start=1):
-            metrics |= {f"{_prefix(number)}{name}": value for name, value in member.metrics.items()}
+            metrics |= prefixed(_prefix(number), member.metrics)
         return metrics
 
     def bytes_in(self, folder: Path) -> int:
@@ -258,7 +258,7 @@ class _MemberMetrics(MetricLogger):
     prefix: str
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.inner.log_metrics({f"{self.prefix}{name}": value for name, value in metrics.items()}, step)
+        self.inner.log_metrics(prefixed(self.prefix, metrics), step)
 
     def flush(self) -> None:
         self.inner.flush()

@@ -39,7 +39,7 @@ from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
 from rlhf_core.tracking.mlflow_client import Mlflow, clean_name
 from rlhf_core.tracking.registry import Candidate, Registration, register
 from rlhf_core.tracking.tracker import open_tracking
-from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult
+from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -152,13 +152,12 @@ def _headline(registration: Registration, votes_against_sft: Votes | None) -> di
     headline = {"version": float(registration.version), "champion": float(registration.decision.champion)}
     if match is not None:
         headline["win_rate_over_champion"] = match.win_rate
-        controlled = match.length_controlled
-        headline |= {f"length_controlled_over_champion/{name}": value for name, value in controlled.items()}
+        headline |= prefixed("length_controlled_over_champion/", match.length_controlled)
         for source, win_rate in match.by_source.items():
             headline[f"by_source/{source}/win_rate_over_champion"] = win_rate
     against = {"sft": votes_against_sft, "champion": match.votes if match else None}
     for opponent, votes in against.items():
-        headline |= {f"votes_against_{opponent}/{name}": value for name, value in (votes or {}).items()}
+        headline |= prefixed(f"votes_against_{opponent}/", votes or {})
     return headline
 
 

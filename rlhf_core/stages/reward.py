@@ -57,7 +57,7 @@ from rlhf_core.stages.training import (
 )
 from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
+from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult, prefixed
 
 _INTERVAL = ("", "_low", "_high")
 """Suffixes of a mean and the bounds of its interval."""
@@ -258,8 +258,8 @@ def _examine(
     context.metrics.log_figure("reliability", reliability(found))
     return {
         "eval/calibration_error": found.error,
-        **{f"eval/length_{name}": value for name, value in bias.items()},
-        **{f"eval/accuracy_by_source/{name}": value for name, value in by_source.items()},
+        **prefixed("eval/length_", bias),
+        **prefixed("eval/accuracy_by_source/", by_source),
     }
 
 
@@ -409,7 +409,7 @@ def _measures(
         "eval/accuracy": is_correct(gap).mean().item(),
         "eval/margin": gap.mean().item(),
         "eval/loss": pair_loss(scores_P2[:, 0], scores_P2[:, 1], held_out, config).item(),
-        **{f"eval/{name}": bound for name, bound in accuracy_interval(gap, held_out).items()},
+        **prefixed("eval/", accuracy_interval(gap, held_out)),
     }
 
 

@@ -26,6 +26,7 @@ from rlhf_core.data.formats import normalise
 from rlhf_core.data.messages import Message, RowError
 from rlhf_core.data.prompt_sets import load_encoder
 from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.generate import SamplingSettings, sample_responses
@@ -36,7 +37,7 @@ from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer,
 from rlhf_core.rewards.compose import code_digests, reward_inputs
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
+from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +82,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         GateFailed: The language model that judges agrees too little with the held-out pairs.
         RLHFError: What engines, models and reward sources raise.
     """
-    from rlhf_core.engines.distributed import resolve_device
-
     settings = config.sample
     assert settings is not None
     prompts, left_out = _prompts(config, context.data, settings.prompts)
@@ -128,7 +127,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         log.warning("no answer of %d is a demonstration: %s is empty", total, BEST)
     if problem := never_ends(metrics["eos_rate"], "the model that answers"):
         log.warning("%s", problem)
-    context.metrics.log_metrics({f"sample/{name}": value for name, value in metrics.items()}, 0)
+    context.metrics.log_metrics(prefixed("sample/", metrics), 0)
     context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])
     context.metrics.flush()
     attributes = {"judge": scoring.judge_name(config, settings.judge), "rl_algorithm": config.ppo.title}

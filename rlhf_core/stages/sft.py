@@ -26,6 +26,7 @@ from rlhf_core.config.training import SFTConfig
 from rlhf_core.data.dataset import load_prompts, load_sft
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
+from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import classified
 from rlhf_core.evaluation.policy_files import PolicyFiles
@@ -56,8 +57,6 @@ _SAMPLES_AT_ONCE = 32
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and log some sampled answers."""
-    from rlhf_core.engines.distributed import resolve_device
-
     device = resolve_device(config.run.device)
     fetch_base(config, context, "sft")
     metrics = train_on_ranks(_train if config.sft.enabled else _save_base, config.sft, config, context)

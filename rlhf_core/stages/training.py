@@ -33,7 +33,7 @@ from rlhf_core.data.sources import model_digest, require_unchanged
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.distributed import Rank, all_ranks_pack
+from rlhf_core.engines.distributed import Rank, all_ranks_pack, resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.statistics import group_of, win_rate
 from rlhf_core.models.adapters import adapter_off, add_adapter
@@ -183,7 +183,6 @@ def train_on_ranks(
         args: Further arguments of `train`. They must be picklable.
     """
     from rlhf_core.cluster.ranks import run_ranks
-    from rlhf_core.engines.distributed import resolve_device
 
     # The stages that learn from pairs start from the SFT model.
     inputs = {} if context.lineage is None else context.lineage.inputs
