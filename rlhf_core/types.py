@@ -79,6 +79,7 @@ class PromptExample:
     """
 
     def __post_init__(self) -> None:
+        # The only way to set a field of a frozen record.
         object.__setattr__(self, "group", self.group or self.prompt_id)
 
 
@@ -103,6 +104,7 @@ class PairExample:
     """As in `PromptExample`."""
 
     def __post_init__(self) -> None:
+        # The only way to set a field of a frozen record.
         object.__setattr__(self, "group", self.group or self.prompt_id)
 
 
@@ -320,6 +322,11 @@ class StageContext:
     def data(self) -> Path:
         """Folder of the artifact of the stage `data`, which nearly all stages read."""
         return self.inputs["data"]
+
+    @property
+    def input_refs(self) -> Mapping[StageName, ArtifactRef]:
+        """The artifacts that the stage reads; empty outside a pipeline."""
+        return {} if self.lineage is None else self.lineage.inputs
 
     def stored_in(self, folder: Path) -> dict[str, str]:
         """Return the sha256 of files of a folder of the output that are in the store, by name. They need not

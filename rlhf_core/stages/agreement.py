@@ -77,11 +77,10 @@ def check_language_model_rewards(
             ", ".join(map(source_name, sources)), of_models,
         )  # fmt: skip
         return {}
-    answers = [
-        RewardInput(f"pair {index}", pair.prompt, text, (), (), True, {})
-        for index, pair in enumerate(pairs)
-        for text in (pair.a, pair.b)
-    ]
+    answers: list[RewardInput] = []
+    for index, pair in enumerate(pairs):
+        for text in (pair.a, pair.b):
+            answers.append(RewardInput(f"pair {index}", pair.prompt, text, (), (), True, {}))
     metrics: dict[str, float] = {}
     for source in sources:
         found = _measure(config, context, source, answers, groups)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
@@ -120,7 +121,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         ppo_over_dpo = versus("ppo", "dpo") if len(policies) > 1 else None
         # The main policy is the last one: what is reported of the judge's consistency is of this comparison.
         last_first = {name: versus(name, "sft") for name in reversed(policies)}
-        comparisons = {name: last_first[name] for name in policies}
+        comparisons = dict(reversed(last_first.items()))
     facts = _judge_facts(config, context, judge, policies, language_model, gold_known=gold_known)
     others = OptionalResults(
         ppo_over_dpo=ppo_over_dpo,
@@ -172,20 +173,13 @@ def _judge_facts(
         config,
         gold_known=gold_known,
         reward_code=code_digests(config.ppo.rewards, context.sources),
-        inputs=context.lineage.inputs if context.lineage else {},
+        inputs=context.input_refs,
     )
     if language_model is not None:
         digests[MEASURE] = language_model.digest
-    return JudgeFacts(
-        judge,
-        digests,
-        {
-            policy: scoring.policy_trained_on(config, policy, judge)
-            for policy in POLICIES
-            if policy in policies
-        },
-        None if language_model is None else language_model.to_json(),
-    )
+    trained_on = {policy: scoring.policy_trained_on(config, policy, judge) for policy in policies}
+    about = None if language_model is None else language_model.to_json()
+    return JudgeFacts(judge, digests, trained_on, about)
 
 
 def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
@@ -209,9 +203,11 @@ def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[Pro
 
 def _policies(config: PipelineConfig, context: StageContext) -> dict[str, PolicyFiles]:
     """Return the files of the policies that the run has, that of PPO first."""
-    return {
-        stage: trained_files(config, stage, context.inputs) for stage in POLICIES if stage in context.inputs
-    }
+    policies = {}
+    for stage in POLICIES:
+        if stage in context.inputs:
+            policies[stage] = trained_files(config, stage, context.inputs)
+    return policies
 
 
 def _measure(
@@ -239,14 +235,14 @@ def _measure(
         done += 1
 
     count = len(responses["sft"])
-    all_responses = [response for of_model in responses.values() for response in of_model]
+    all_responses = list(chain.from_iterable(responses.values()))
 
     def by_model(values: Sequence[float]) -> ByModel:
+        found: ByModel = {}
         # Each model has as many responses, and its responses are adjacent.
-        starts = range(0, len(all_responses), count)
-        return {
-            model: list(values[start : start + count]) for model, start in zip(responses, starts, strict=True)
-        }
+        for index, model in enumerate(responses):
+            found[model] = list(values[index * count : (index + 1) * count])
+        return found
 
     measures: dict[str, ByModel] = {}
     rules: dict[str, ByModel] = {}

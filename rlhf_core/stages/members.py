@@ -80,10 +80,8 @@ def train_members(
             heartbeat("wait for rank 0", math.inf)  # it commits, and may evaluate the member before alone
         wait_for_rank_zero(f"reward model {number}")
         heartbeat(f"load reward model {number}", start_seconds)
-        own = _member_context(
-            context, number, ensemble, steps, finished, position if number == first else None
-        )
-        member = train(number, own)
+        member = train(number, _member_context(context, number, ensemble, steps, finished, position))
+        position = None  # only the member that was interrupted has a checkpoint
         if context is None:
             continue
         finished.members.append(member)

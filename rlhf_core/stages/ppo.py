@@ -69,7 +69,7 @@ def run(
             chosen = _restore_published_weights(config, context, controller)
         trained = _save(config, context, controller)
         steps = controller.completed_steps
-    for folder in context.output.glob("policy*"):
+    for folder in context.output.glob("policy*"):  # also `policy_ema`
         shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
     published = {}
     if trained is not None:  # the fleet's memory is free now
@@ -81,6 +81,7 @@ def run(
         check_gate(config, "ppo", published)
     context.metrics.flush()
     policy = context.output / "policy"
+    # From the file: an attempt that continues after the last step makes no step of its own.
     last = json.loads((context.output / "metrics.jsonl").read_text().splitlines()[-1])
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}

@@ -39,7 +39,7 @@ from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
 from rlhf_core.tracking.mlflow_client import Mlflow, clean_name
 from rlhf_core.tracking.registry import Candidate, Registration, register
 from rlhf_core.tracking.tracker import open_tracking
-from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult, prefixed
+from rlhf_core.types import Lineage, StageContext, StageResult, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -234,8 +234,12 @@ def match_record(result: MatchResult) -> Match:
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
     by_champion = result.by_champion_model
     by_judge = [_outcomes(result.comparison.preferences)]
+    away: dict[str, Any] = {}
     if by_champion is not None:
         by_judge.append(_outcomes(by_champion.preferences))
+        away["away_win_rate"] = by_champion.win_rate.mean
+        away["away_ties"] = by_champion.verdicts.ties
+        away["away_log_evidence"] = log_evidence(_outcomes(by_champion.group_preferences))
     # With the outcomes of both judges, because both decide: a match in which one of them differs is another.
     outcomes = []
     for prompt, *of_prompt in zip(result.prompt_ids, *by_judge, strict=True):
@@ -252,11 +256,7 @@ def match_record(result: MatchResult) -> Match:
         result.judge,
         judge_digest=result.judge_digest,
         log_evidence=log_evidence(_outcomes(result.comparison.group_preferences)),
-        away_win_rate=None if by_champion is None else by_champion.win_rate.mean,
-        away_ties=0 if by_champion is None else by_champion.verdicts.ties,
-        away_log_evidence=(
-            0.0 if by_champion is None else log_evidence(_outcomes(by_champion.group_preferences))
-        ),
+        **away,
         outcomes=tuple(groups),
         length_controlled=result.length_controlled.to_json(),
         regression=result.regression,
@@ -282,10 +282,9 @@ def match_name(config: PipelineConfig, context: StageContext, champion: Mapping[
     It contains a digest of what decides the match: the inputs of the stage, among them the candidate's
     judge, the champion, and its judge if that is a trained model which the store has now.
     """
-    inputs = context.lineage.inputs if context.lineage else {}
     identity = {
         "version": STAGES["register"].version,
-        "inputs": {stage: ref.digest for stage, ref in inputs.items()},
+        "inputs": {stage: ref.digest for stage, ref in context.input_refs.items()},
         "sources": {name: it for name, it in context.sources.items() if not name.startswith("register.")},
         "champion": [champion.get(POLICY), champion.get("eval.judge")],
         "judges_of_champion": _judges(open_artifacts(config), champion),
@@ -296,9 +295,12 @@ def match_name(config: PipelineConfig, context: StageContext, champion: Mapping[
 def _judges(artifacts: ArtifactStore, champion: Mapping[str, str]) -> dict[str, str | None]:
     """Return the digests of trained models that can be the champion's judge; None for a missing one."""
     own = champion.get("eval.judge")
-    stages = [stage for judge, stage in MODEL_STAGES.items() if own in (judge, None)]
-    found = {stage: artifacts.find_registered(stage, champion) for stage in stages}
-    return {stage: None if ref is None else ref.digest for stage, ref in found.items()}
+    digests: dict[str, str | None] = {}
+    for judge, stage in MODEL_STAGES.items():
+        if own in (judge, None):  # None: any of them can have judged a version without the tag
+            ref = artifacts.find_registered(stage, champion)
+            digests[stage] = ref and ref.digest
+    return digests
 
 
 def _keep_match(output: Path, name: str, match: Match) -> None:
@@ -353,19 +355,18 @@ def _tags(
     weights_digest: str,
 ) -> dict[str, str]:
     """Return the tags of a version: where it comes from, and the numbers that versions are compared by."""
-    inputs: Mapping[Any, ArtifactRef] = lineage.inputs
     text = config.model_dump_json(by_alias=True)
     tags = {
         WEIGHTS: weights_digest,
         "rlhf.config_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "rlhf.seed": str(config.run.seed),
         "rlhf.versions": json.dumps(versions()),
-        **{f"rlhf.{name}.key": ref.key for name, ref in inputs.items()},
-        **{f"rlhf.{name}.digest": ref.digest for name, ref in inputs.items()},
         **{f"eval.{name}": f"{value:.6g}" for name, value in metrics.items() if _is_shown(name)},
         "eval.judge": str(evaluation.get("judge")),
         "rlhf.algorithm": titles_of(config.ppo.title)[config.register_.policy],
     }
+    for name, ref in lineage.inputs.items():
+        tags |= {f"rlhf.{name}.key": ref.key, f"rlhf.{name}.digest": ref.digest}
     if config.register_.policy != "ppo":
         tags[POLICY_STAGE] = config.register_.policy
     if config.sample is not None and config.sample.policy != "ppo":

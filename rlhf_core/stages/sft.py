@@ -23,11 +23,10 @@ from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import never_ends
 from rlhf_core.config.training import SFTConfig
-from rlhf_core.data.dataset import load_prompts, load_sft
+from rlhf_core.data.dataset import Split, load_prompts, load_sft
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import resolve_device
-from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import classified
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.adapters import check_targets
@@ -42,6 +41,8 @@ from rlhf_core.stages.training import (
     StageModel,
     Training,
     fetch_base,
+    load_to_train,
+    load_whole,
     step_metrics,
     train_epochs,
     train_on_ranks,
@@ -60,6 +61,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     device = resolve_device(config.run.device)
     fetch_base(config, context, "sft")
     metrics = train_on_ranks(_train if config.sft.enabled else _save_base, config.sft, config, context)
+    # Later stages and users load the model and its tokenizer from one folder.
     shutil.copytree(context.data / "tokenizer", context.output / "model", dirs_exist_ok=True)
     samples = _samples(config, context, device)
     context.metrics.log_table("sft_samples", samples)
@@ -87,24 +89,15 @@ def _train(
     data, out = folders.data, folders.out
     folder, revision = base_model(config, data)
     torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))  # of a model from scratch, and of adapters
-    policy = load_policy(
-        folder,
-        dtype=config.sft.deepspeed.dtype,
-        attention=config.model.attention,
-        device=rank.torch_device,
-        revision=revision,
-        quantize=None if config.sft.lora is None else config.sft.lora.quantize,
-        pack=config.sft.pack,
-        head_dtype=config.model.head_dtype,
-        shards=shards_of(config.sft.deepspeed),
+    policy = load_to_train(
+        load_policy, folder, rank, config, config.sft, revision, head_dtype=config.model.head_dtype
     )
     check_targets(policy.lm, config)
     ids = load_decoder(data)
     _set_special_tokens(policy.lm, ids)
     model = StageModel(rank, policy, config.sft, "sft", context)
     del policy
-    held_out = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")]
-    train = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")]
+    train, held_out = _sequences(data, "train"), _sequences(data, "eval")
     pad_id, engine, sft = ids.pad, model.engine, model.settings
     training = Training("sft", derive_seed(config.run.seed, "sft"), pad_id, folders.work, context)
     metrics = train_sft(engine, train, held_out, sft, training)
@@ -119,6 +112,10 @@ def _train(
     return metrics if context is None else metrics | left_out(folder, revision)
 
 
+def _sequences(data: Path, split: Split) -> list[TokenSequence]:
+    return [TokenSequence(each.input_ids, each.loss_mask) for each in load_sft(data, split)]
+
+
 def _save_base(
     rank: Any, config: PipelineConfig, folders: Folders, context: StageContext | None
 ) -> dict[str, float]:
@@ -130,7 +127,7 @@ def _save_base(
             folder,
             dtype=config.sft.deepspeed.dtype,
             attention=config.model.attention,
-            device="cpu",
+            device="cpu",  # it computes nothing
             revision=revision,
             pack=False,
             head_dtype=config.model.head_dtype,
@@ -175,25 +172,27 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
             # The table is only for reading. It must not fail the stage after all training.
             log.warning("sft: no responses are sampled: %s", classified(error).message)
             return []
-        return [
-            {"prompt": prompt.prompt, "response": sample.response, "finished": sample.finished}
-            for prompt, sample in zip(prompts, found["sft"], strict=True)
-        ]
+        return _rows(prompts, [(sample.response, sample.finished) for sample in found["sft"]])
     model = (
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
         .to(device)
         .eval()
     )
-    responses: list[tuple[list[int], bool]] = []
+    responses: list[tuple[str, bool]] = []
     while len(responses) < len(prompts):
         start = len(responses)
         torch.manual_seed(derive_seed(config.run.seed, "sft", "samples", start))
-        responses += _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device)
+        for ids, finished in _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device):
+            responses.append((decode(ids), finished))
         context.progress("sft samples", len(responses), len(prompts), "responses")
-    return [
-        {"prompt": prompt.prompt, "response": decode(ids), "finished": finished}
-        for prompt, (ids, finished) in zip(prompts, responses, strict=True)
-    ]
+    return _rows(prompts, responses)
+
+
+def _rows(prompts: Sequence[PromptExample], responses: Sequence[tuple[str, bool]]) -> list[dict[str, Any]]:
+    rows = []
+    for prompt, (response, finished) in zip(prompts, responses, strict=True):
+        rows.append({"prompt": prompt.prompt, "response": response, "finished": finished})
+    return rows
 
 
 def _sampled(
@@ -208,6 +207,7 @@ def _sampled(
     ids = torch.full((len(prompts), width), pad, device=device)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
+        # Padded on the left: `generate` continues each row at its end.
         start = width - len(prompt.input_ids)
         ids[row, start:] = torch.tensor(prompt.input_ids, device=device)
         mask[row, start:] = 1
@@ -325,14 +325,7 @@ def evaluate_saved(
     """
     sft = config.sft
     heartbeat("load the model", config.run.timeouts.start)
-    model = load_policy(
-        folder,
-        dtype=sft.deepspeed.dtype,
-        attention=config.model.attention,
-        device=device,
-        pack=sft.pack,
-        head_dtype=config.model.head_dtype,
-    ).eval()
+    model = load_whole(load_policy, folder, device, config, sft, head_dtype=config.model.head_dtype).eval()
     (micro_batches,) = plan_ranks(list(map(len, held_out)), 1, sft.micro_batch_tokens, pack=model.packs)
     with torch.no_grad():
         return _measures(_loss_and_count(model, held_out, micro_batches, model.packs, pad_id, device))
@@ -369,7 +362,7 @@ def _table_row(row: TokenSequence) -> dict[str, Any]:
 
 def _my_micro_batches(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:
     rank = engine.rank
-    lengths = [len(sequence) for sequence in batch]
+    lengths = list(map(len, batch))
     return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
 
 
