@@ -97,7 +97,7 @@ class ProgressPage:
                         )
                     else:
                         update_progress_artifact(artifact, percent, description=text)
-                except Exception as error:
+                except Exception as error:  # of Prefect's client: the thread must survive it
                     failures += 1
                     log.warning("Prefect did not take the progress of %s: %s", self._stage, error)
             if self._closed.wait(self._seconds) and not self._changed.is_set():
@@ -182,7 +182,7 @@ def publish_run(run: PipelineRun) -> None:
 def _view_only(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # also of what is shown: it fails no run
         log.warning("Prefect did not take the report of %s: %s", what, error)
 
 

@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(
         lambda: app(
             argv,
+            # `exit_code` prints the errors of the parser like those of the commands.
             exit_on_error=False,
             print_error=False,
             result_action="return_int_as_exit_code_else_zero",  # `--help` returns None

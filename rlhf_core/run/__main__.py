@@ -66,8 +66,8 @@ def main() -> int:
         log.error("%s: %s", type(ours).__name__, ours.message, exc_info=error)
         events.error(ours)
         return ours.exit_code
-    except BaseException:
-        # SystemExit of ours, KeyboardInterrupt, or an exit that a library asks for: each means "stop".
+    except (SystemExit, KeyboardInterrupt):
+        # `stop` raises SystemExit. One that a library raises means "stop" as well.
         log.info("stopped by a signal")
         return EXIT_STOPPED
     events.send("result", artifact=ref.to_json())

@@ -94,6 +94,7 @@ def run_attempt(
         if made is not None:
             events.send("reused")
             return made
+        # Held first: what is not held, `delete_abandoned` of another process deletes.
         with held(spec.work):
             delete_abandoned(spec.home.works)
             return _run_with_fence(spec, store, fence, events, stop or StopRequest(), function)
@@ -169,7 +170,9 @@ def _on_this_host(spec: StageSpec, store: Store) -> StageSpec:
     if not spec.base_models:
         return spec
     base = base_of(spec.config, "sft" if spec.stage == "data" else spec.stage)
-    whole = {base.field} if base is not None and (spec.stage == "data" or not on_cluster()) else set()
+    whole: set[str] = set()
+    if base is not None and (spec.stage == "data" or not on_cluster()):
+        whole.add(base.field)
     artifacts = ArtifactStore(store, spec.home.cache)
     return replace(spec, config=with_own_copies(spec.config, spec.base_models, artifacts, whole))
 
@@ -315,8 +318,10 @@ class _Attempt:
                 metrics=result.metrics,
                 attributes={
                     **{name: str(value) for name, value in result.attributes.items()},
+                    # Over all attempts: the checkpoints keep the time of those before.
                     "seconds": f"{checkpoints.seconds:.1f}",
                 },
+                # As it was given. The limits in `config` follow from the data, which the key contains.
                 config=spec.config.model_dump(mode="json", by_alias=True),
                 mlflow_run_id=self.stage_run.run_id,
             )

@@ -189,11 +189,11 @@ def _base_version(
         found = find_version(mlflow, name, number)
         artifacts = _store_of(found, name, home, endpoint)
         ref = artifacts.find_registered(CONFIGURED_BY[policy_stage(found.tags)], found.tags)
-        config = artifacts.config(ref) if ref is not None else None
+        if ref is None:
+            return None
+        config = artifacts.config(ref)
     except (InputError, CorruptArtifact, StoreError) as error:
         log.warning("the base model %s cannot be found any more: %s", reference, error.message)
-        return None
-    if config is None:
         return None
     earlier = _base_version(mlflow, found, home, endpoint, {*seen, (name, number)})
     return RegisteredVersion(name, found, artifacts, config, base=earlier)

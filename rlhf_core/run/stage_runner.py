@@ -65,7 +65,7 @@ def get_or_run_stage(
         GateFailed: A reused artifact does not meet the limits of this configuration.
     """
     began = run.first_started.setdefault(stage, time.monotonic())
-    run.ensure_parent()
+    run.ensure_parent()  # again in each attempt: MLflow may not have answered before
     spec = run.spec(stage, inputs)
     display = current_display()
     ref = run.find(spec)
@@ -73,6 +73,7 @@ def get_or_run_stage(
     seen: set[str] = set()  # kinds of events of the child
     if ref is None:
         waiting = run.next_stage.take(stage, run.config, stage_environment(run.config))
+        # A process that waited has written to its log since it began.
         log_file = run.log_file(stage) if waiting is None else waiting.log_file
         display.started(stage, str(log_file))
         run.record_start(stage, log_file)
