@@ -69,8 +69,7 @@ class Pace:
 class Lines(Display):
     """Log lines: one at the start and end of a stage, few in between."""
 
-    def __init__(self, seconds: float = LINE_SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._logged: dict[str, float] = {}
 
     def started(self, stage: str, log_file: str) -> None:
@@ -87,7 +86,7 @@ class Lines(Display):
             return
         now = time.monotonic()
         task, done, total = event["task"], event["done"], event["total"]
-        if done < total and task in self._logged and now - self._logged[task] < self._seconds:
+        if done < total and task in self._logged and now - self._logged[task] < LINE_SECONDS:
             return
         self._logged[task] = now
         numbers = headline("", event.get("metrics") or {})
