@@ -177,7 +177,10 @@ def _judge_facts(
     )
     if language_model is not None:
         digests[MEASURE] = language_model.digest
-    trained_on = {policy: scoring.policy_trained_on(config, policy, judge) for policy in policies}
+    trained_on: dict[str, bool] = {}
+    for policy in POLICIES:
+        if policy in policies:
+            trained_on[policy] = scoring.policy_trained_on(config, policy, judge)
     about = None if language_model is None else language_model.to_json()
     return JudgeFacts(judge, digests, trained_on, about)
 
@@ -203,7 +206,7 @@ def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[Pro
 
 def _policies(config: PipelineConfig, context: StageContext) -> dict[str, PolicyFiles]:
     """Return the files of the policies that the run has, that of PPO first."""
-    policies = {}
+    policies: dict[str, PolicyFiles] = {}
     for stage in POLICIES:
         if stage in context.inputs:
             policies[stage] = trained_files(config, stage, context.inputs)

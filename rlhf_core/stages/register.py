@@ -299,7 +299,7 @@ def _judges(artifacts: ArtifactStore, champion: Mapping[str, str]) -> dict[str, 
     for judge, stage in MODEL_STAGES.items():
         if own in (judge, None):  # None: any of them can have judged a version without the tag
             ref = artifacts.find_registered(stage, champion)
-            digests[stage] = ref and ref.digest
+            digests[stage] = None if ref is None else ref.digest
     return digests
 
 
