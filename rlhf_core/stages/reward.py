@@ -30,7 +30,6 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.evaluation.exchanged_prompts import exchange_pairs
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders
-from rlhf_core.models.packing import plan_ranks
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
@@ -49,6 +48,7 @@ from rlhf_core.stages.training import (
     load_to_train,
     load_whole,
     micro_batches,
+    own_micro_batches,
     pair_tokens,
     step_metrics,
     table_row,
@@ -333,7 +333,7 @@ def evaluate_sequences(
     engine.module.eval()
     rank, sequences = engine.rank, _sequences(held_out)
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
-    plan = plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
+    plan = own_micro_batches(rank, lengths, config)
     batches = Batches(sequences, plan, pad_id=pad_id, device=rank.torch_device, pack=config.packs)
     # Statistics with mean 0 and std 1 leave the scores raw. Sequences of other ranks have the score 0.
     own = sequence_scores(engine, ScoreStatistics(), batches)

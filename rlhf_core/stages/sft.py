@@ -43,6 +43,7 @@ from rlhf_core.stages.training import (
     fetch_base,
     load_to_train,
     load_whole,
+    own_micro_batches,
     step_metrics,
     train_epochs,
     train_on_ranks,
@@ -279,7 +280,7 @@ def train_step(
     # A generator: the backward pass of a loss runs before the next forward pass, so the activations of one
     # micro-batch are in memory at a time.
     def losses() -> Iterator[torch.Tensor]:
-        for micro_batch in _my_micro_batches(engine, batch, config):
+        for micro_batch in own_micro_batches(engine.rank, list(map(len, batch)), config):
             tensors = collate([batch[i] for i in micro_batch], pad_id=pad_id, pack=config.packs).to(
                 engine.rank.torch_device
             )
@@ -302,7 +303,7 @@ def evaluate_sft(
     This is a collective operation.
     """
     engine.module.eval()
-    micro_batches = _my_micro_batches(engine, held_out, config)
+    micro_batches = own_micro_batches(engine.rank, list(map(len, held_out)), config)
     sums = _loss_and_count(engine, held_out, micro_batches, config.packs, pad_id, engine.rank.torch_device)
     dist.all_reduce(sums)
     engine.module.train()
@@ -358,12 +359,6 @@ def _measures(sums: torch.Tensor) -> dict[str, float]:
 
 def _table_row(row: TokenSequence) -> dict[str, Any]:
     return {"tokens": len(row), "targets": row.targets, "input_ids": str(list(row.input_ids))}
-
-
-def _my_micro_batches(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:
-    rank = engine.rank
-    lengths = list(map(len, batch))
-    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
 
 
 OBJECTIVE = Objective(train_step, evaluate_sft, count_tokens=len, table_row=_table_row)

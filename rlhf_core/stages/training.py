@@ -506,6 +506,13 @@ def micro_batches(
     else:
         # Padded: two rows for each pair, both as wide as the longer of the two sequences.
         lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in pairs]
+    return own_micro_batches(rank, lengths, config)
+
+
+def own_micro_batches(
+    rank: Rank, lengths: Sequence[int], config: SFTConfig | RewardConfig | DPOConfig
+) -> list[list[int]]:
+    """Return the micro-batches of `rank`, as indices of sequences, or of what else has these lengths."""
     return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
 
 
