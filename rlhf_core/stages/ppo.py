@@ -18,7 +18,6 @@ from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
-from rlhf_core.evaluation.plots import evaluation_curves
 from rlhf_core.evaluation.prompts import prompts_of_ppo
 from rlhf_core.evaluation.published import SEQUENCES, TrainedPolicy, measure_published
 from rlhf_core.ppo.controller import PPOController
@@ -158,6 +157,9 @@ def _restore_published_weights(
     config: PipelineConfig, context: StageContext, controller: PPOController
 ) -> dict[str, float]:
     """Restore the weights to publish, and return their evaluation metrics. Write and draw all evaluations."""
+    # Here, because a run without evaluations needs no matplotlib.
+    from rlhf_core.evaluation.plots import evaluation_curves
+
     evaluations = controller.selection.evaluations
     controller.selection.write(context.output / "evaluations.jsonl")
     controller.selection.write_columns(context.output / "evaluations_by_prompt.jsonl")
