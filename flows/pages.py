@@ -18,11 +18,7 @@ from typing import Any, Self, cast
 from uuid import UUID
 
 from prefect import get_client, runtime
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext
 
 from flows.isolated import EMBEDDED
@@ -69,6 +65,7 @@ class ProgressPage:
     ) -> None:
         self._closed.set()
         self._changed.set()  # wakes the thread, which reports the last event
+        # Not longer: a server that does not answer must not hold the stage. The thread is a daemon.
         self._thread.join(timeout=2 * self._seconds)
 
     def event(self, event: dict[str, Any]) -> None:

@@ -195,13 +195,7 @@ def _publish(
 
 
 @app.command(group=REGISTRY)
-def _chat(
-    policy: str,
-    /,
-    *,
-    port: int = 8000,
-    url: str | None = None,
-) -> int:
+def _chat(policy: str, /, *, port: int = 8000, url: str | None = None) -> int:
     """Talk to a policy that rlhf serve serves.
 
     Example: rlhf chat demo-policy --port 8000

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _prepare_streams()
     signal.signal(signal.SIGTERM, _on_signal)
-    signal.signal(signal.SIGHUP, _on_signal)
+    signal.signal(signal.SIGHUP, _on_signal)  # a closed terminal ends a run in order, too
     return exit_code(
         lambda: app(
             argv,

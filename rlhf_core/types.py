@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rlhf_core.pipeline import StageName
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.stopping import StopRequest
-
-T = TypeVar("T")
 
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of a response to it."""
@@ -180,9 +178,9 @@ class MetricLogger(Protocol):
         """Log a small file (report, data card) as an artifact of the run."""
 
 
-def prefixed(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
-    """Return `values`, such as metrics, with `prefix` before each name."""
-    return {f"{prefix}{name}": value for name, value in values.items()}
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return `metrics` with `prefix` before each name."""
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
 
 
 class Checkpoints(Protocol):
@@ -207,12 +205,7 @@ class Checkpoints(Protocol):
             own: Further bytes that this process writes on its host.
         """
 
-    def save(
-        self,
-        step: int,
-        folder: Path,
-        score: float | None = None,
-    ) -> None:
+    def save(self, step: int, folder: Path, score: float | None = None) -> None:
         """Commit a local folder atomically as the checkpoint of `step`. The folder is consumed.
 
         Args:

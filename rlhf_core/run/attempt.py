@@ -51,13 +51,7 @@ from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import make_attempt_folders, output_folder
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
-from rlhf_core.types import (
-    ArtifactRef,
-    Lineage,
-    StageContext,
-    artifact_prefix,
-    checkpoint_prefix,
-)
+from rlhf_core.types import ArtifactRef, Lineage, StageContext, artifact_prefix, checkpoint_prefix
 
 log = logging.getLogger(__name__)
 

@@ -104,11 +104,7 @@ def remember_check(checked: CheckedConfig) -> None:
 
 
 def reuse_or_check(
-    path: str,
-    overrides: Sequence[str],
-    *,
-    start: StageName = FIRST_STAGE,
-    until: StageName = LAST_STAGE,
+    path: str, overrides: Sequence[str], *, start: StageName = FIRST_STAGE, until: StageName = LAST_STAGE
 ) -> CheckedConfig:
     """Return what `remember_check` has kept for this file and these overrides, otherwise `load_and_check`
     with `retry_store`.

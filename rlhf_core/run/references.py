@@ -42,14 +42,7 @@ from rlhf_core.config.address import (
 from rlhf_core.config.data import SETS
 from rlhf_core.config.keys import pipeline_key, tracking_uri
 from rlhf_core.config.redact import shown
-from rlhf_core.errors import (
-    ConfigError,
-    CorruptArtifact,
-    GateFailed,
-    InputError,
-    NonFiniteError,
-    StageHeld,
-)
+from rlhf_core.errors import ConfigError, CorruptArtifact, GateFailed, InputError, NonFiniteError, StageHeld
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.system.files import read_json, write_json

@@ -43,11 +43,7 @@ def summarize(
         seconds: Duration of the whole command, from the start of its process.
         identity: Further fields that name the run.
     """
-    summary: dict[str, Any] = {
-        "seconds": round(seconds, 2),
-        "stages": {},
-        **identity,
-    }
+    summary: dict[str, Any] = {"seconds": round(seconds, 2), "stages": {}, **identity}
     for name, record in records.items():
         summary["stages"][name] = {
             "seconds": round(record.seconds, 2),

@@ -25,12 +25,7 @@ from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
-from rlhf_core.evaluation.chosen_answers import (
-    by_score,
-    compare_with_chosen,
-    load_chosen,
-    prompts_to_answer,
-)
+from rlhf_core.evaluation.chosen_answers import by_score, compare_with_chosen, load_chosen, prompts_to_answer
 from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.measures import flat_name, main_policy

@@ -225,6 +225,7 @@ def _find_or_run_match(
             return NoMatch(str(reason))
         write_jsonl(samples, result.samples)
         match = match_record(result)
+    # Without the votes: a later registration with this match can have others.
     _keep_match(context.output, name, match)
     return replace(match, votes=votes.win_rate(samples, "champion"))
 
