@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import JUDGE_PATH, base_of, is_reference, parse_address
+from rlhf_core.config.address import JUDGE_PATH, BaseModelAddress, base_of, is_reference, parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, UserFunction
 from rlhf_core.data.sources import model_digest, model_mark, short_name, source_digests, source_marks
@@ -22,20 +22,19 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Return digests of all that the pipeline reads from outside: data, base model, template, the Python
     files that rewards come from, the files of the judge, and votes of people.
     """
-    return source_digests(config) | _digests_beside_sources(config, model_digest)
+    return source_digests(config) | _beside_sources(config, base_of(config, "judge"), model_digest)
 
 
 def external_marks(config: PipelineConfig) -> dict[str, str]:
     """Return a mark of each of these inputs but references, without reading large files (`source_marks`)."""
-    marks = source_marks(config) | _digests_beside_sources(config, model_mark)
     base = base_of(config, "judge")
     if base is not None and is_reference(base.path):
-        del marks[JUDGE_PATH]
-    return marks
+        base = None
+    return source_marks(config) | _beside_sources(config, base, model_mark)
 
 
-def _digests_beside_sources(
-    config: PipelineConfig, of_model: Callable[[str, str | None], str]
+def _beside_sources(
+    config: PipelineConfig, base_of_judge: BaseModelAddress | None, of_model: Callable[[str, str | None], str]
 ) -> dict[str, str]:
     """Return digests of small files, and what `of_model(path, revision)` returns of the judges' models."""
     found = reward_code_digests(config)
@@ -44,9 +43,8 @@ def _digests_beside_sources(
         found[RUBRIC] = hashlib.sha256(rubric_text(judge.rubric).encode()).hexdigest()
     if judge is not None and judge.path is not None:
         found[FOLDER] = of_model(judge.path, None)
-    base = base_of(config, "judge")
-    if base is not None:
-        found[JUDGE_PATH] = of_model(base.path, base.revision)
+    if base_of_judge is not None:
+        found[JUDGE_PATH] = of_model(base_of_judge.path, base_of_judge.revision)
     for field, file in read_vote_files(config).items():
         found[field] = file.digest
     return found
