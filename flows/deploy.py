@@ -65,11 +65,7 @@ def update(
     return deployment
 
 
-def create(
-    client: SyncPrefectClient,
-    flow: Flow[..., Any],
-    entry: Mapping[str, Any],
-) -> None:
+def create(client: SyncPrefectClient, flow: Flow[..., Any], entry: Mapping[str, Any]) -> None:
     """Create a deployment.
 
     Args:

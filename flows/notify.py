@@ -45,6 +45,7 @@ def notify(subject: str, body: str) -> None:
     try:
         block: Any = Block.load(address)
         sent = block.notify(printable(scrubbed(body)), subject=printable(scrubbed(subject)))
+        # Without an event loop, most blocks send at once. Those whose `notify` is only a coroutine do not.
         if inspect.isawaitable(sent):
             run_coro_as_sync(cast(Coroutine[Any, Any, None], sent))
     except Exception as error:  # of the block's library, of any service

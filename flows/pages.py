@@ -18,11 +18,7 @@ from typing import Any, Self, cast
 from uuid import UUID
 
 from prefect import get_client, runtime
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext
 
 from flows.isolated import EMBEDDED
@@ -69,6 +65,7 @@ class ProgressPage:
     ) -> None:
         self._closed.set()
         self._changed.set()  # wakes the thread, which reports the last event
+        # Not longer: a server that does not answer must not hold the stage. The thread is a daemon.
         self._thread.join(timeout=2 * self._seconds)
 
     def event(self, event: dict[str, Any]) -> None:
@@ -97,7 +94,7 @@ class ProgressPage:
                         )
                     else:
                         update_progress_artifact(artifact, percent, description=text)
-                except Exception as error:
+                except Exception as error:  # of Prefect's client: the thread must survive it
                     failures += 1
                     log.warning("Prefect did not take the progress of %s: %s", self._stage, error)
             if self._closed.wait(self._seconds) and not self._changed.is_set():
@@ -182,7 +179,7 @@ def publish_run(run: PipelineRun) -> None:
 def _view_only(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # also of what is shown: it fails no run
         log.warning("Prefect did not take the report of %s: %s", what, error)
 
 

@@ -73,9 +73,7 @@ def rlhf(
     }
     show_log_lines()
     publish_process()
-    checked = reuse_or_check(
-        config, overrides_of(fields, overrides), retry_store=True, start=start, until=until
-    )
+    checked = reuse_or_check(config, overrides_of(fields, overrides), start=start, until=until)
     with open_run(checked, start, until, flow_run_tags()) as run:
         publish_name(run)
         data = run_stage(run, "data")

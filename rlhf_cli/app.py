@@ -25,8 +25,9 @@ app = App(
     help_format="plaintext",
     version=lambda: rlhf_core.__version__,
     group_commands=Group.create_ordered("Options"),
+    # cyclopts otherwise adds `--no-FLAG` for each flag, and shows empty defaults.
     default_parameter=Parameter(negative=(), show_default=lambda value: value if value else None),
-    suppress_keyboard_interrupt=False,
+    suppress_keyboard_interrupt=False,  # `rlhf_cli.main.exit_code` reports it
 )
 app["--help"].help = "Show this text."
 app["--version"].help = "Show the version."

@@ -151,6 +151,7 @@ def _serve(
     opened = open_policy(policy, home, endpoint)
     more = ["--tokenizer", str(tokenizer_alone(opened, home)), *vllm]
     command = serve_command(opened, host, port, more)
+    # Flushed, because `execve` drops what is buffered.
     print(printable(f"serving {opened.name}@{opened.version.version}, weights {opened.weights}"), flush=True)
     # The server replaces this process, so signals reach it and its exit code is that of the command.
     os.execve(command[0], command, serve_environment())
@@ -194,13 +195,7 @@ def _publish(
 
 
 @app.command(group=REGISTRY)
-def _chat(
-    policy: str,
-    /,
-    *,
-    port: int = 8000,
-    url: str | None = None,
-) -> int:
+def _chat(policy: str, /, *, port: int = 8000, url: str | None = None) -> int:
     """Talk to a policy that rlhf serve serves.
 
     Example: rlhf chat demo-policy --port 8000

@@ -71,10 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     _prepare_streams()
     signal.signal(signal.SIGTERM, _on_signal)
-    signal.signal(signal.SIGHUP, _on_signal)
+    signal.signal(signal.SIGHUP, _on_signal)  # a closed terminal ends a run in order, too
     return exit_code(
         lambda: app(
             argv,
+            # `exit_code` prints the errors of the parser like those of the commands.
             exit_on_error=False,
             print_error=False,
             result_action="return_int_as_exit_code_else_zero",  # `--help` returns None

@@ -59,6 +59,7 @@ def _prune(
             print("nothing was changed; the same command with --delete deletes")
         return 0
     if plan.deleted:
+        # Not for a plan, which deletes nothing: the ages follow from two clocks.
         pruning.check_clock()
     freed = done = 0
     for item, deleted in pruning.delete(plan):

@@ -40,8 +40,7 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
             isolate_prefect()
             return call()
         log.warning(
-            "no Prefect server answers at %s: this run has one of its own, and is not shown there",
-            url,
+            "no Prefect server answers at %s: this run has one of its own, and is not shown there", url
         )
 
     server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import

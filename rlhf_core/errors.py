@@ -51,6 +51,7 @@ def checking(what: str) -> Iterator[None]:
     except RLHFError:
         raise
     except Exception as error:
+        # On one line, as every other problem of a configuration.
         words = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"{what}: cannot be checked ({type(error).__name__}: {words}); correct it"

@@ -44,6 +44,7 @@ def set_up_logging(home: Home) -> Console:
             console=console, show_time=False, show_level=False, show_path=False, markup=False
         )
     terminal.setFormatter(ScrubbingFormatter())
+    # The command prints its error itself.
     terminal.addFilter(lambda record: record.exc_info is None)
     for name in ("flows", "rlhf_cli", "rlhf_core"):
         logger = logging.getLogger(name)

@@ -213,7 +213,7 @@ _TABLE = (
         always_in_key=True,
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
-        imports=("pyarrow.parquet", "rlhf_core.ppo.controller", "rlhf_core.ppo.fleet.fleet", "ray"),
+        imports=("pyarrow.parquet", "ray"),
         preparation="rlhf_core.cluster.connect:start_ray",
     ),
     Stage(
@@ -250,7 +250,7 @@ _TABLE = (
         findings="rlhf_core.run.summary:EVALUATION",
         report="report.html",
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
-        imports=("pyarrow.parquet", *_SCORING, *_PLOTS, "rlhf_core.evaluation.report"),
+        imports=("pyarrow.parquet", *_SCORING),
         loads_model=True,
         samples=True,
     ),

@@ -77,6 +77,7 @@ class PromptExample:
     """
 
     def __post_init__(self) -> None:
+        # The only way to set a field of a frozen record.
         object.__setattr__(self, "group", self.group or self.prompt_id)
 
 
@@ -101,6 +102,7 @@ class PairExample:
     """As in `PromptExample`."""
 
     def __post_init__(self) -> None:
+        # The only way to set a field of a frozen record.
         object.__setattr__(self, "group", self.group or self.prompt_id)
 
 
@@ -192,6 +194,11 @@ class MetricLogger(Protocol):
         """Log a small file (report, data card) as an artifact of the run."""
 
 
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return `metrics` with `prefix` before each name."""
+    return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
 class Checkpoints(Protocol):
     """The resumable state of one stage (`{store}/checkpoints/{stage key}/step-%08d/`)."""
 
@@ -214,12 +221,7 @@ class Checkpoints(Protocol):
             own: Further bytes that this process writes on its host.
         """
 
-    def save(
-        self,
-        step: int,
-        folder: Path,
-        score: float | None = None,
-    ) -> None:
+    def save(self, step: int, folder: Path, score: float | None = None) -> None:
         """Commit a local folder atomically as the checkpoint of `step`. The folder is consumed.
 
         Args:
@@ -329,6 +331,11 @@ class StageContext:
     def data(self) -> Path:
         """Folder of the artifact of the stage `data`, which nearly all stages read."""
         return self.inputs["data"]
+
+    @property
+    def input_refs(self) -> Mapping[StageName, ArtifactRef]:
+        """The artifacts that the stage reads; empty outside a pipeline."""
+        return {} if self.lineage is None else self.lineage.inputs
 
     def stored_in(self, folder: Path) -> dict[str, str]:
         """Return the sha256 of files of a folder of the output that are in the store, by name. They need not

@@ -22,7 +22,7 @@ import signal
 import sys
 from pathlib import Path
 
-from rlhf_core.errors import RLHFError
+from rlhf_core.errors import classified
 from rlhf_core.executors.events import (
     PARENT_VARIABLE,
     STOP_VARIABLE,
@@ -61,16 +61,13 @@ def main() -> int:
         if pipe:
             _prepare_and_wait(StageSpec.read(spec_file), int(pipe))
         ref = run_attempt(StageSpec.read(spec_file), events, stop)
-    except RLHFError as error:
-        log.error("%s: %s", type(error).__name__, error.message, exc_info=error)
-        events.error(error)
-        return error.exit_code
-    except Exception as error:
-        log.exception("the stage failed")
-        events.error(error)
-        return RLHFError.exit_code
-    except BaseException:
-        # SystemExit of ours, KeyboardInterrupt, or an exit that a library asks for: each means "stop".
+    except Exception as error:  # whatever the stage, its libraries or a user's function raise
+        ours = classified(error)
+        log.error("%s: %s", type(ours).__name__, ours.message, exc_info=error)
+        events.error(ours)
+        return ours.exit_code
+    except (SystemExit, KeyboardInterrupt):
+        # `stop` raises SystemExit. One that a library raises means "stop" as well.
         log.info("stopped by a signal")
         return EXIT_STOPPED
     events.send("result", artifact=ref.to_json())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -22,7 +22,6 @@ from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import changed, pipeline_name, rounding_settings, stages_made
-from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import limits_of
 from rlhf_core.errors import (
     InputError,
@@ -51,28 +50,13 @@ from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import make_attempt_folders, output_folder
 from rlhf_core.system.stopping import StopRequest
-from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
-from rlhf_core.types import (
-    ArtifactRef,
-    Lineage,
-    StageContext,
-    StageResult,
-    artifact_prefix,
-    checkpoint_prefix,
-)
+from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
+from rlhf_core.types import ArtifactRef, Lineage, StageContext, artifact_prefix, checkpoint_prefix
 
 log = logging.getLogger(__name__)
 
 
-StageFunction = Callable[[PipelineConfig, StageContext], StageResult]
-
-
-def run_attempt(
-    spec: StageSpec,
-    events: Events,
-    stop: StopRequest | None = None,
-    function: StageFunction | None = None,
-) -> ArtifactRef:
+def run_attempt(spec: StageSpec, events: Events, stop: StopRequest | None = None) -> ArtifactRef:
     """Run the stage of `spec` and return its published artifact.
 
     Errors of the stage are raised. Its MLflow run is then FAILED, or KILLED if the process was asked to stop.
@@ -81,7 +65,6 @@ def run_attempt(
         spec: The stage, its key, its inputs and the configuration.
         events: Sends events to the flow.
         stop: The request of the flow to stop; None for a new one.
-        function: What the stage does; None for the function in the table of stages.
     """
     store = open_store(spec.config)
     inputs = {str(ArtifactName(name, ref.key)) for name, ref in spec.inputs.items()}
@@ -94,18 +77,14 @@ def run_attempt(
         if made is not None:
             events.send("reused")
             return made
+        # Held first: what is not held, `delete_abandoned` of another process deletes.
         with held(spec.work):
             delete_abandoned(spec.home.works)
-            return _run_with_fence(spec, store, fence, events, stop or StopRequest(), function)
+            return _run_with_fence(spec, store, fence, events, stop or StopRequest())
 
 
 def _run_with_fence(
-    spec: StageSpec,
-    store: Store,
-    fence: Fence,
-    events: Events,
-    stop: StopRequest,
-    function: StageFunction | None,
+    spec: StageSpec, store: Store, fence: Fence, events: Events, stop: StopRequest
 ) -> ArtifactRef:
     """Run the stage in its MLflow run, while this process alone may commit. Return the artifact.
 
@@ -115,8 +94,7 @@ def _run_with_fence(
     for folder in (checkpoint_prefix(spec.key), artifact_prefix(spec.stage, spec.key)):
         store.abort_multipart_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
-    tracking = open_tracking(spec.config)
-    stage_run = tracking.stage_run(
+    stage_run = open_tracking(spec.config).stage_run(
         spec.parent_run_id,
         spec.stage,
         spec.key,
@@ -140,9 +118,8 @@ def _run_with_fence(
         stacks = spec.home.stacks(spec.stage, spec.key, fence.attempt)
         with Monitor(stacks, fail=lambda error: _abort(_advised(error, spec), monitor, events)) as monitor:
             here = _on_this_host(spec, store)
-            ref = _Attempt(
-                here, store, fence, work, tracking, stage_run, events, stop, monitor, function
-            ).run()
+            attempt = _Attempt(here, store, fence, work, stage_run, events, stop, monitor)
+            ref = attempt.run()
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -169,7 +146,9 @@ def _on_this_host(spec: StageSpec, store: Store) -> StageSpec:
     if not spec.base_models:
         return spec
     base = base_of(spec.config, "sft" if spec.stage == "data" else spec.stage)
-    whole = {base.field} if base is not None and (spec.stage == "data" or not on_cluster()) else set()
+    whole: set[str] = set()
+    if base is not None and (spec.stage == "data" or not on_cluster()):
+        whole.add(base.field)
     artifacts = ArtifactStore(store, spec.home.cache)
     return replace(spec, config=with_own_copies(spec.config, spec.base_models, artifacts, whole))
 
@@ -211,13 +190,10 @@ class _Attempt:
     store: Store
     fence: Fence
     work: Path
-    tracking: Tracking
     stage_run: StageRun
     events: Events
     stop: StopRequest
     monitor: Monitor
-    function: StageFunction | None
-    """What the stage does; None for the function in the table of stages."""
 
     def run(self) -> ArtifactRef:
         """Upload the artifact of an earlier attempt if one is pending, else make it."""
@@ -301,7 +277,7 @@ class _Attempt:
         # Stages with ranks and actors register their own participants. This one detects a stage without them.
         register(self.monitor.folder, spec.stage, spec.config.run.timeouts.stall)
         idle()
-        function = self.function or STAGES[spec.stage].load()
+        function = STAGES[spec.stage].load()
         output = None if nodes is None else nodes.output
         is_complete = False
         try:
@@ -315,8 +291,10 @@ class _Attempt:
                 metrics=result.metrics,
                 attributes={
                     **{name: str(value) for name, value in result.attributes.items()},
+                    # Over all attempts: the checkpoints keep the time of those before.
                     "seconds": f"{checkpoints.seconds:.1f}",
                 },
+                # As it was given. The limits in `config` follow from the data, which the key contains.
                 config=spec.config.model_dump(mode="json", by_alias=True),
                 mlflow_run_id=self.stage_run.run_id,
             )

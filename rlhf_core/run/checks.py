@@ -104,23 +104,19 @@ def remember_check(checked: CheckedConfig) -> None:
 
 
 def reuse_or_check(
-    path: str,
-    overrides: Sequence[str],
-    *,
-    retry_store: bool = False,
-    start: StageName = FIRST_STAGE,
-    until: StageName = LAST_STAGE,
+    path: str, overrides: Sequence[str], *, start: StageName = FIRST_STAGE, until: StageName = LAST_STAGE
 ) -> CheckedConfig:
-    """Return what `remember_check` has kept for this file and these overrides, otherwise `load_and_check`.
+    """Return what `remember_check` has kept for this file and these overrides, otherwise `load_and_check`
+    with `retry_store`.
 
     Args:
         path: YAML file.
         overrides: Fields to override.
-        retry_store: See `load_and_check`.
         start: The first stage of the run.
         until: Its last stage.
     """
     checked = _CHECKED.get()
     if checked is not None and (checked.path, checked.overrides) == (path, tuple(overrides)):
         return checked
-    return load_and_check(path, overrides, retry_store=retry_store, start=start, until=until)
+    # A flow that nobody has checked runs on a worker, where no user waits.
+    return load_and_check(path, overrides, retry_store=True, start=start, until=until)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextvars
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from rlhf_core.run.summary import duration, headline
 
@@ -23,16 +26,26 @@ LINE_SECONDS = 15.0
 """Without a terminal, progress of one task is logged at most this often."""
 
 
-class Display(Protocol):
+class Display(ABC):
     """Receives the events of a run. The methods must not fail or wait."""
 
+    summary: dict[str, Any] | None = None
+    """Summary of the run, once all its stages have finished."""
+
+    @abstractmethod
     def started(self, stage: str, log_file: str) -> None: ...
 
+    @abstractmethod
     def event(self, stage: str, event: dict[str, Any]) -> None: ...
 
+    @abstractmethod
     def finished(self, stage: str, record: StageRecord) -> None: ...
 
-    def run_finished(self, summary: dict[str, Any]) -> None: ...
+    def run_finished(self, summary: dict[str, Any]) -> None:
+        self.summary = summary
+
+    def close(self) -> None:  # noqa: B027 log lines leave nothing to remove
+        """Take what moves off the terminal."""
 
 
 class Pace:
@@ -53,13 +66,10 @@ class Pace:
         return float((now - first_time) / (done - first_done) * (total - done))
 
 
-class Lines:
+class Lines(Display):
     """Log lines: one at the start and end of a stage, few in between."""
 
-    def __init__(self, seconds: float = LINE_SECONDS) -> None:
-        self._seconds = seconds
-        self.summary: dict[str, Any] | None = None
-        """Summary of the run, once all its stages have finished."""
+    def __init__(self) -> None:
         self._logged: dict[str, float] = {}
 
     def started(self, stage: str, log_file: str) -> None:
@@ -76,7 +86,7 @@ class Lines:
             return
         now = time.monotonic()
         task, done, total = event["task"], event["done"], event["total"]
-        if done < total and task in self._logged and now - self._logged[task] < self._seconds:
+        if done < total and task in self._logged and now - self._logged[task] < LINE_SECONDS:
             return
         self._logged[task] = now
         numbers = headline("", event.get("metrics") or {})
@@ -89,19 +99,11 @@ class Lines:
         how = "reused" if record.reused else f"done in {duration(record.seconds)}"
         log.info("%s: %s  %s", stage, how, headline(stage, record.ref.metrics))
 
-    def run_finished(self, summary: dict[str, Any]) -> None:
-        self.summary = summary
 
-    def close(self) -> None:
-        """Nothing remains on the terminal."""
-
-
-class Bars:
+class Bars(Display):
     """Progress bars with rates and time left; a finished stage leaves one line."""
 
     def __init__(self, console: Console) -> None:
-        self.summary: dict[str, Any] | None = None
-        """Summary of the run, once all its stages have finished."""
         self._console = console
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -129,11 +131,9 @@ class Bars:
 
     def event(self, stage: str, event: dict[str, Any]) -> None:
         if event["event"] == "resumed":
-            self._console.print(
-                f"{stage:<9} continues after step {event['step']}", markup=False, highlight=False
-            )
+            self._print(stage, f"continues after step {event['step']}")
         if event["event"] == "warning":
-            self._console.print(f"{stage:<9} {event['message']}", markup=False, highlight=False)
+            self._print(stage, event["message"])
         if self._progress is None or event["event"] != "progress":
             return
         name, unit = event["task"], event["unit"]
@@ -162,15 +162,14 @@ class Bars:
     def finished(self, stage: str, record: StageRecord) -> None:
         self.close()
         how = "reused" if record.reused else duration(record.seconds)
-        self._console.print(
-            f"{stage:<9} {how:>12}  {headline(stage, record.ref.metrics)}", markup=False, highlight=False
-        )
+        self._print(stage, f"{how:>12}  {headline(stage, record.ref.metrics)}")
 
-    def run_finished(self, summary: dict[str, Any]) -> None:
-        self.summary = summary
+    def _print(self, stage: str, text: str) -> None:
+        # Texts of users can contain `[...]`, which rich would take for markup.
+        self._console.print(f"{stage:<9} {text}", markup=False, highlight=False)
 
+    @override
     def close(self) -> None:
-        """Take the bars off the terminal."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -186,9 +185,9 @@ _DISPLAY: contextvars.ContextVar[Display | None] = contextvars.ContextVar("displ
 
 
 @contextmanager
-def showing_progress(console: Console) -> Iterator[Bars | Lines]:
+def showing_progress(console: Console) -> Iterator[Display]:
     """Show what runs in this context: bars if `console` is a terminal, else log lines."""
-    display = Bars(console) if console.is_terminal else Lines()
+    display: Display = Bars(console) if console.is_terminal else Lines()
     _DISPLAY.set(display)
     try:
         yield display

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import JUDGE_PATH, base_of, is_reference, parse_address
+from rlhf_core.config.address import JUDGE_PATH, BaseModelAddress, base_of, is_reference, parse_address
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, UserFunction
 from rlhf_core.data.sources import model_digest, model_mark, short_name, source_digests, source_marks
@@ -22,51 +22,32 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Return digests of all that the pipeline reads from outside: data, base model, template, the Python
     files that rewards come from, the files of the judge, and votes of people.
     """
-    return (
-        source_digests(config)
-        | reward_code_digests(config)
-        | language_model_digests(config)
-        | base_of_judge_digest(config)
-        | _vote_digests(config)
-    )
+    return source_digests(config) | _beside_sources(config, base_of(config, "judge"), model_digest)
 
 
 def external_marks(config: PipelineConfig) -> dict[str, str]:
     """Return a mark of each of these inputs but references, without reading large files (`source_marks`)."""
-    marks = source_marks(config) | reward_code_digests(config) | _rubric_digest(config)
-    judge = config.evaluate.language_model
-    if judge is not None and judge.path is not None:
-        marks[FOLDER] = model_mark(judge.path, None)
     base = base_of(config, "judge")
-    if base is not None and not is_reference(base.path):
-        marks[JUDGE_PATH] = model_mark(base.path, base.revision)
-    return marks | _vote_digests(config)
+    if base is not None and is_reference(base.path):
+        base = None
+    return source_marks(config) | _beside_sources(config, base, model_mark)
 
 
-def base_of_judge_digest(config: PipelineConfig) -> dict[str, str]:
-    """Return the digest of `reward.judge.path`, if it is set."""
-    base = base_of(config, "judge")
-    return {} if base is None else {JUDGE_PATH: model_digest(base.path, base.revision)}
-
-
-def _vote_digests(config: PipelineConfig) -> dict[str, str]:
-    return {field: file.digest for field, file in read_vote_files(config).items()}
-
-
-def language_model_digests(config: PipelineConfig) -> dict[str, str]:
-    """Return the digests of the rubric and the folder of `evaluate.language_model`, as far as it has them."""
+def _beside_sources(
+    config: PipelineConfig, base_of_judge: BaseModelAddress | None, of_model: Callable[[str, str | None], str]
+) -> dict[str, str]:
+    """Return digests of small files, and what `of_model(path, revision)` returns of the judges' models."""
+    found = reward_code_digests(config)
     judge = config.evaluate.language_model
-    digests = _rubric_digest(config)
+    if judge is not None and judge.rubric is not None:
+        found[RUBRIC] = hashlib.sha256(rubric_text(judge.rubric).encode()).hexdigest()
     if judge is not None and judge.path is not None:
-        digests[FOLDER] = model_digest(judge.path, None)
-    return digests
-
-
-def _rubric_digest(config: PipelineConfig) -> dict[str, str]:
-    judge = config.evaluate.language_model
-    if judge is None or judge.rubric is None:
-        return {}
-    return {RUBRIC: hashlib.sha256(rubric_text(judge.rubric).encode()).hexdigest()}
+        found[FOLDER] = of_model(judge.path, None)
+    if base_of_judge is not None:
+        found[JUDGE_PATH] = of_model(base_of_judge.path, base_of_judge.revision)
+    for field, file in read_vote_files(config).items():
+        found[field] = file.digest
+    return found
 
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:

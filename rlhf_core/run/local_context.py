@@ -112,12 +112,7 @@ class FolderCheckpoints(Checkpoints):
         folder.mkdir(parents=True)
 
     @override
-    def save(
-        self,
-        step: int,
-        folder: Path,
-        score: float | None = None,
-    ) -> None:
+    def save(self, step: int, folder: Path, score: float | None = None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         shutil.move(folder, self._path(step))
         self.scores[step] = score

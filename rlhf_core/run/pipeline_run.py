@@ -99,6 +99,7 @@ class PipelineRun:
         self.config = config
         self.config_path = config_path
         self.started = RecordedProcess.own().started if started is None else started
+        # Once: a stage refuses what has changed since then, as its key would be wrong.
         self.sources = external_digests(config)
         self.key = pipeline_key(config, self.sources)
         self.name = pipeline_name(config, self.key)
@@ -234,7 +235,7 @@ class PipelineRun:
 
     def stage_after(self, stage: StageName) -> StageName | None:
         """Return the stage that this run makes after `stage`, if there is one."""
-        later = self.stages[self.stages.index(stage) + 1 :] if stage in self.stages else ()
+        later = self.stages[self.stages.index(stage) + 1 :]
         return next((name for name in later if self.includes(name)), None)
 
     def record_start(self, stage: StageName, log_file: Path) -> None:

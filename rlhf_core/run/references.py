@@ -42,14 +42,7 @@ from rlhf_core.config.address import (
 from rlhf_core.config.data import SETS
 from rlhf_core.config.keys import pipeline_key, tracking_uri
 from rlhf_core.config.redact import shown
-from rlhf_core.errors import (
-    ConfigError,
-    CorruptArtifact,
-    GateFailed,
-    InputError,
-    NonFiniteError,
-    StageHeld,
-)
+from rlhf_core.errors import ConfigError, CorruptArtifact, GateFailed, InputError, NonFiniteError, StageHeld
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.system.files import read_json, write_json
@@ -186,8 +179,7 @@ def reference_marks(config: PipelineConfig, kept: Mapping[str, str] | None = Non
     A mark has the version, and the digest of its weights or of the artifact. Arguments and errors as for
     `resolve`.
     """
-    texts = references_of(config)
-    return _find_each(texts, kept or {}, _Resolver(config).mark) if texts else {}
+    return _find_each(references_of(config), kept or {}, _Resolver(config).mark)
 
 
 def resolve_kept(config: PipelineConfig, command: Command = "run") -> tuple[Resolved, KeptVersions]:
@@ -196,7 +188,7 @@ def resolve_kept(config: PipelineConfig, command: Command = "run") -> tuple[Reso
     Raises the errors of `resolve`. A kept version that cannot be used any more is a warning.
     """
     if not references_of(config):
-        return resolve(config), KeptVersions(Path(), {})
+        return resolve(config), KeptVersions()
     kept = kept_versions(config, command)
     resolved = resolve(config, kept=kept)
     pinned = {each.field: each.pinned for each in resolved.references if each.pinned != each.text}
@@ -287,7 +279,9 @@ class _Resolver:
 
     def reference(self, field: str, text: str) -> Reference:
         """Return what the reference of a field stands for."""
-        return self._model(field, text) if field in _MODELS else self._source(field, text)
+        if field in _MODELS:
+            return self._model(field, text)
+        return self._source(field, text)
 
     def mark(self, field: str, text: str) -> str:
         """Return the mark of a reference, see `reference_marks`."""

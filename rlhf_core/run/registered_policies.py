@@ -17,12 +17,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import given_tracking_uri
 from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
-from rlhf_core.evaluation.policy_files import (
-    CONFIGURED_BY,
-    PolicyFiles,
-    files_made_with,
-    policy_stage,
-)
+from rlhf_core.evaluation.policy_files import CONFIGURED_BY, PolicyFiles, files_made_with, policy_stage
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.storage.bundles import weights_sha256
@@ -59,7 +54,9 @@ class RegisteredVersion:
 
     def stage(self, stage: StageName) -> Path | None:
         """Return the verified artifact of a stage that belongs to the version; None if it has none."""
-        return _fetch(self.artifacts, stage, self.version) if self._has(stage) else None
+        if f"rlhf.{stage}.key" not in self.version.tags:
+            return None
+        return _fetch(self.artifacts, stage, self.version)
 
     def metrics(self, stage: StageName) -> Mapping[str, float]:
         """Return the metrics of a stage that belongs to the version; empty if it has none, or if its artifact
@@ -67,9 +64,6 @@ class RegisteredVersion:
         """
         ref = self.artifacts.find_registered(stage, self.version.tags)
         return {} if ref is None else ref.metrics
-
-    def _has(self, stage: StageName) -> bool:
-        return f"rlhf.{stage}.key" in self.version.tags
 
 
 @dataclass(frozen=True)
@@ -165,8 +159,7 @@ def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | Non
             f" {version.tags.get(WEIGHTS)} is registered; choose another version"
         )
     config = artifacts.config(_find(artifacts, CONFIGURED_BY[stage], version))
-    sft = partial(_fetched_sft, artifacts, version)
-    files = files_made_with(config, stage, folder, sft)
+    files = files_made_with(config, stage, folder, partial(_fetch, artifacts, "sft", version))
     base = _base_version(mlflow, version, home, endpoint, {(name, version.version)})
     return RegisteredPolicy(name, version, artifacts, config, folder, files, base=base)
 
@@ -191,18 +184,14 @@ def _base_version(
         found = find_version(mlflow, name, number)
         artifacts = _store_of(found, name, home, endpoint)
         ref = artifacts.find_registered(CONFIGURED_BY[policy_stage(found.tags)], found.tags)
-        config = artifacts.config(ref) if ref is not None else None
+        if ref is None:
+            return None
+        config = artifacts.config(ref)
     except (InputError, CorruptArtifact, StoreError) as error:
         log.warning("the base model %s cannot be found any more: %s", reference, error.message)
         return None
-    if config is None:
-        return None
     earlier = _base_version(mlflow, found, home, endpoint, {*seen, (name, number)})
     return RegisteredVersion(name, found, artifacts, config, base=earlier)
-
-
-def _fetched_sft(artifacts: ArtifactStore, version: ModelVersion) -> Path:
-    return _fetch(artifacts, "sft", version)
 
 
 def _fetch(artifacts: ArtifactStore, stage: StageName, version: ModelVersion) -> Path:

@@ -65,7 +65,7 @@ def get_or_run_stage(
         GateFailed: A reused artifact does not meet the limits of this configuration.
     """
     began = run.first_started.setdefault(stage, time.monotonic())
-    run.ensure_parent()
+    run.ensure_parent()  # again in each attempt: MLflow may not have answered before
     spec = run.spec(stage, inputs)
     display = current_display()
     ref = run.find(spec)
@@ -73,6 +73,7 @@ def get_or_run_stage(
     seen: set[str] = set()  # kinds of events of the child
     if ref is None:
         waiting = run.next_stage.take(stage, run.config, stage_environment(run.config))
+        # A process that waited has written to its log since it began.
         log_file = run.log_file(stage) if waiting is None else waiting.log_file
         display.started(stage, str(log_file))
         run.record_start(stage, log_file)
@@ -142,12 +143,6 @@ def _run_stage(
     process cannot do that itself. `seen` has the kinds of the events that have come.
     """
     config = run.config
-
-    def end(status: Status) -> None:
-        # Before it has started, another attempt may hold the stage, which has the same MLflow run.
-        if "started" in seen:
-            run.tracking.finish_stage(run.parent_run_id, spec.key, status)
-
     # All attempts of a stage share its time.
     left = config.run.stage_timeout - (time.monotonic() - run.first_started[spec.stage])
     try:
@@ -158,12 +153,12 @@ def _run_stage(
         return JobFollower(scheduler, spec, log_file, max(0.0, left), on_event).run()
     except Superseded:
         raise  # The MLflow run belongs to the other attempt.
-    except Exception as error:
-        end("FAILED")
+    except BaseException as error:  # also KeyboardInterrupt and Prefect's cancellation
+        # Before it has started, another attempt may hold the stage, which has the same MLflow run.
+        if "started" in seen:
+            status: Status = "FAILED" if isinstance(error, Exception) else "KILLED"
+            run.tracking.finish_stage(run.parent_run_id, spec.key, status)
         retries = retry_policy.remaining(error)
         if retries:
             log.warning("%s; trying again from the last checkpoint, %d tries left", error, retries)
-        raise
-    except BaseException:
-        end("KILLED")
         raise

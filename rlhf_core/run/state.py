@@ -119,17 +119,21 @@ def _describe_run(name: str, run: dict[str, Any], progress: dict[str, Any]) -> l
         state = "killed; the same command continues it"
     finished = []
     for stage_name, record in run["stages"].items():
-        finished.append(f"{stage_name} {'reused' if record.get('reused') else duration(record['seconds'])}")
+        how = "reused" if record.get("reused") else duration(record["seconds"])
+        finished.append(f"{stage_name} {how}")
     # The state is written when a stage begins or ends.
     passed = duration(max(0.0, time.time() - run["updated"]))
-    is_running = state == "running"
+    age, when, done = f"{passed} ago, ", "was at", ""
+    if state == "running":
+        age, when = "", f"now, for {passed}"
+        # The progress can be that of an earlier stage: this one may not have reported any.
+        if stage and progress.get("stage") == stage["stage"]:
+            done = _describe_progress(progress)
     lines = [
-        f"  {name}: {state}, {'' if is_running else f'{passed} ago, '}config {run['config']}",
+        f"  {name}: {state}, {age}config {run['config']}",
         f"    finished: {', '.join(finished) or 'none'}",
     ]
     if stage:
-        when = f"now, for {passed}" if is_running else "was at"
-        done = _describe_progress(progress) if is_running and progress.get("stage") == stage["stage"] else ""
         lines.append(f"    {when}: {stage['stage']}{done}, log {stage['log']}")
     if run.get("error"):
         lines.append(f"    {run['error'][:300]}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,23 +43,17 @@ def summarize(
         seconds: Duration of the whole command, from the start of its process.
         identity: Further fields that name the run.
     """
-    summary: dict[str, Any] = {
-        "seconds": round(seconds, 2),
-        "stages": {
-            name: {
-                "seconds": round(record.seconds, 2),
-                "reused": record.reused,
-                "how": record.how,
-                "made_in_seconds": _made_in(record),
-                "key": record.ref.key,
-                "artifact": record.ref.uri,
-                "metrics": dict(record.ref.metrics),
-            }
-            for name, record in records.items()
-        },
-        **identity,
-    }
+    summary: dict[str, Any] = {"seconds": round(seconds, 2), "stages": {}, **identity}
     for name, record in records.items():
+        summary["stages"][name] = {
+            "seconds": round(record.seconds, 2),
+            "reused": record.reused,
+            "how": record.how,
+            "made_in_seconds": _made_in(record),
+            "key": record.ref.key,
+            "artifact": record.ref.uri,
+            "metrics": dict(record.ref.metrics),
+        }
         findings = STAGES[name].load_findings()
         if findings is not None and (found := findings.read(record.ref)) is not None:
             summary[findings.entry or name] = found
@@ -84,9 +78,8 @@ def _accuracies(ref: ArtifactRef) -> dict[str, Any] | None:
 
 
 def _implicit_rewards(ref: ArtifactRef) -> dict[str, Any] | None:
-    names = ("rewards/chosen", "rewards/rejected")
-    found = {name.removeprefix("rewards/"): ref.metrics[name] for name in names if name in ref.metrics}
-    return found or None
+    found = _present(ref.metrics, ("rewards/chosen", "rewards/rejected"))
+    return {name.removeprefix("rewards/"): value for name, value in found.items()} or None
 
 
 def _sampled(ref: ArtifactRef) -> dict[str, Any]:
@@ -100,8 +93,7 @@ def _algorithm(ref: ArtifactRef) -> str:
 
 
 def _registration(ref: ArtifactRef) -> dict[str, Any]:
-    names = ("model", "version", "policy", "rule", "reason")
-    found: dict[str, Any] = {name: ref.attributes[name] for name in names if name in ref.attributes}
+    found = _present(ref.attributes, ("model", "version", "policy", "rule", "reason"))
     # Attributes of artifacts are texts.
     return found | {"champion": ref.attributes.get("champion") == "True"}
 
@@ -169,12 +161,15 @@ def _interval(metrics: Mapping[str, float], prefix: str) -> dict[str, float] | N
 def headline(stage: str, metrics: Mapping[str, float], count: int = 4) -> str:
     """Return the main metrics of a stage on one line, or the first ones if none of them was measured."""
     row = STAGES.get(cast(StageName, stage))  # progress bars also have tasks that are no stages
-    names = () if row is None else row.headline
-    main = {name: metrics[name] for name in names if name in metrics}
+    main = {} if row is None else _present(metrics, row.headline)
     shown = list((main or metrics).items())[:count]
     return "  ".join(
         f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={_short(value)}" for name, value in shown
     )
+
+
+def _present(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
 
 
 def _short(value: float) -> str:
@@ -226,10 +221,7 @@ def headline_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     evaluation = summary.get("evaluate", {})
     policy = _policy(summary)
     made = [entry["made_in_seconds"] or 0.0 for entry in summary["stages"].values()]
-    metrics = {"hours": sum(made) / 3600}
-    for name in ("kl", "length_ratio"):
-        if name in found:
-            metrics[name] = found[name]
+    metrics = {"hours": sum(made) / 3600, **_present(found, ("kl", "length_ratio"))}
     if OVER_SFT in found:
         metrics |= {
             OVER_SFT: found[OVER_SFT]["mean"],
@@ -306,7 +298,7 @@ def _rows_of_evaluation(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows += _rows_of_win_rate(table, OVER_SFT, f"win rate, {titles[policy]} over SFT{judge}")
     rows += _rows_of_win_rate(evaluation, PPO_OVER_DPO, f"win rate, {titles['ppo']} over DPO{judge}")
     for policy, table in policies.items():
-        suffix = "" if policy == "ppo" else f", {titles[policy]}"
+        suffix = _suffix(policy, titles)
         if "kl" in table:
             rows.append((f"KL to the SFT model{suffix}", f"{table['kl']:.3g} nats per response"))
         if "length_ratio" in table:
@@ -325,6 +317,11 @@ def _rows_of_evaluation(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _suffix(policy: str, titles: Mapping[str, str]) -> str:
+    """Return what the rows of a policy have after their names: those of PPO's policy have nothing."""
+    return "" if policy == "ppo" else f", {titles[policy]}"
+
+
 def _rows_of_measure(measure: str, values: Any, titles: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the rows of a measure with a value of each model; none for other entries of the summary."""
     if not isinstance(values, dict) or not isinstance(values.get("sft"), dict):
@@ -333,7 +330,7 @@ def _rows_of_measure(measure: str, values: Any, titles: Mapping[str, str]) -> li
     label = _LABELS.get(measure, name.replace("_", " "))
     shown = [(title, values.get(model)) for model, title in titles.items()]
     for policy in POLICIES:
-        title = "difference by prompt" + ("" if policy == "ppo" else f", {titles[policy]}")
+        title = f"difference by prompt{_suffix(policy, titles)}"
         shown.append((title, values.get("difference", {}).get(policy)))
     shown.append((f"{titles['ppo']} minus DPO by prompt", values.get(_PPO_MINUS_DPO)))
     return [(f"{label}, {title}", _with_interval(each)) for title, each in shown if each]
@@ -457,10 +454,11 @@ def run_markdown(summary: Mapping[str, Any]) -> str:
     stages = [
         (name, _time(entry), entry["how"], entry["artifact"]) for name, entry in summary["stages"].items()
     ]
-    lines = [
-        f"# Pipeline {'reused' if nothing_made(summary) else 'finished'} in {duration(summary['seconds'])}",
-        "",
-        *([f"**{line}**", ""] if (line := verdict(summary)) else []),
+    end = "reused" if nothing_made(summary) else "finished"
+    lines = [f"# Pipeline {end} in {duration(summary['seconds'])}", ""]
+    if line := verdict(summary):
+        lines += [f"**{line}**", ""]
+    lines += [
         *_markdown_table(("result", "value"), results(summary)),
         "",
         *_markdown_table(("stage", "time", "", "artifact"), stages),

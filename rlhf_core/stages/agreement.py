@@ -17,7 +17,7 @@ from rlhf_core.rewards.failures import resolve_failures
 from rlhf_core.rewards.language_model import LanguageModelGrades
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.home import Home
-from rlhf_core.types import RewardInput, StageContext
+from rlhf_core.types import RewardInput, StageContext, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def load_checked_judge(
     """
     judge = LanguageModelJudge(config, context, device)
     metrics = judge.measure_agreement()
-    context.metrics.log_metrics({f"{prefix}/{name}": value for name, value in metrics.items()}, 0)
+    context.metrics.log_metrics(prefixed(f"{prefix}/", metrics), 0)
     check_gate(config, stage, metrics)
     return judge
 
@@ -77,11 +77,10 @@ def check_language_model_rewards(
             ", ".join(map(source_name, sources)), of_models,
         )  # fmt: skip
         return {}
-    answers = [
-        RewardInput(f"pair {index}", pair.prompt, text, (), (), True, {})
-        for index, pair in enumerate(pairs)
-        for text in (pair.a, pair.b)
-    ]
+    answers: list[RewardInput] = []
+    for index, pair in enumerate(pairs):
+        for text in (pair.a, pair.b):
+            answers.append(RewardInput(f"pair {index}", pair.prompt, text, (), (), True, {}))
     metrics: dict[str, float] = {}
     for source in sources:
         found = _measure(config, context, source, answers, groups)
@@ -123,4 +122,4 @@ def _measure(
         name, found.mean, found.low, found.high, len(preferences),
     )  # fmt: skip
     numbers = found.to_json() | {"pairs": float(len(preferences))}
-    return {f"reward_agreement/{name}/{part}": value for part, value in numbers.items()}
+    return prefixed(f"reward_agreement/{name}/", numbers)

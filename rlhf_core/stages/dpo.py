@@ -25,7 +25,6 @@ from rlhf_core.config.training import DPOConfig
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.sharding import shards_of
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.policy import load_policy
 from rlhf_core.seeds import derive_seed
@@ -36,6 +35,7 @@ from rlhf_core.stages.training import (
     Training,
     accuracy_interval,
     is_correct,
+    load_to_train,
     micro_batches,
     pair_tokens,
     step_metrics,
@@ -46,7 +46,7 @@ from rlhf_core.stages.training import (
 )
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PairExample, StageContext, StageResult
+from rlhf_core.types import PairExample, StageContext, StageResult, prefixed
 
 _METRICS = ("loss", "accuracy", "rewards/chosen", "rewards/rejected")
 
@@ -78,15 +78,8 @@ def _train(
     """Train and save the policy on each rank, and return the metrics."""
     dpo, data, out = config.dpo, folders.data, folders.out
     torch.manual_seed(derive_seed(config.run.seed, "dpo", "init"))  # of adapters
-    policy = load_policy(
-        folders.sft_model,
-        dtype=dpo.deepspeed.dtype,
-        attention=config.model.attention,
-        device=rank.torch_device,
-        quantize=None if dpo.lora is None else dpo.lora.quantize,
-        pack=dpo.pack,
-        head_dtype=config.model.head_dtype,
-        shards=shards_of(dpo.deepspeed),
+    policy = load_to_train(
+        load_policy, folders.sft_model, rank, config, dpo, head_dtype=config.model.head_dtype
     )
     model = StageModel(rank, policy, dpo, "dpo", context)
     del policy
@@ -95,10 +88,9 @@ def _train(
         "dpo", derive_seed(config.run.seed, "dpo"), load_decoder(data).pad, folders.work, context
     )
     metrics = train_dpo(model.engine, train, held_out, model.settings, training)
-    base = f"{context.artifact_name('sft')}/model" if context is not None else ""
     # Rounding a merged adapter would lose a part of a small update, as in PPO.
     precision = None if dpo.lora is None else torch.float32
-    model.save(out / "policy", out / "adapter", base, dtype=precision)
+    model.save(out / "policy", out / "adapter", None, dtype=precision)
     model.close()
     return metrics
 
@@ -166,8 +158,8 @@ def train_step(
 
     def losses() -> Iterator[torch.Tensor]:
         for micro_batch in micro_batches(engine.rank, pairs, config):
-            policy_P2 = _forward(engine, [pairs[i] for i in micro_batch], config, pad_id)
-            part = _sums(policy_P2, [batch[i] for i in micro_batch], config)
+            rows = [batch[i] for i in micro_batch]
+            part = _sums(_forward(engine, [row.pair for row in rows], config, pad_id), rows, config)
             sums.add_(part.detach())
             yield part[0] / len(batch)
 
@@ -184,10 +176,9 @@ def evaluate_dpo(
     """
     policy_P2 = pair_logprobs(engine, [row.pair for row in held_out], config, pad_id)
     found = _means("eval", _sums(policy_P2, held_out, config), len(held_out))
-    reference = torch.tensor([row.reference for row in held_out], dtype=policy_P2.dtype)
-    ratios_P2 = policy_P2.cpu() - reference.view(len(held_out), 2)
+    ratios_P2 = policy_P2.cpu() - _references(held_out, policy_P2.dtype)
     bounds = accuracy_interval(ratios_P2[:, 0] - ratios_P2[:, 1], [row.pair for row in held_out])
-    return found | {f"eval/{name}": bound for name, bound in bounds.items()}
+    return found | prefixed("eval/", bounds)
 
 
 @torch.no_grad()
@@ -216,10 +207,7 @@ def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOCo
 
     The implicit reward of a response is beta times the logarithm of policy over reference, for every loss.
     """
-    reference = [row.reference for row in rows]
-    # An empty micro-batch gives an empty list, which has one axis only.
-    reference_P2 = torch.tensor(reference, dtype=policy_P2.dtype).view(len(rows), 2)
-    reference_P2 = to_device(reference_P2, policy_P2.device)
+    reference_P2 = to_device(_references(rows, policy_P2.dtype), policy_P2.device)
     columns = (policy_P2[:, 0], policy_P2[:, 1], reference_P2[:, 0], reference_P2[:, 1])
     match config.loss:
         case "sigmoid":
@@ -233,23 +221,33 @@ def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOCo
     return torch.stack([loss, correct, *rewards_P2.sum(0)])
 
 
+def _references(rows: Sequence[ReferencedPair], dtype: torch.dtype) -> torch.Tensor:
+    """Return the log-probabilities of both responses under the reference, (P, 2)."""
+    # `view`, because the empty list of an empty micro-batch has one axis only.
+    return torch.tensor([row.reference for row in rows], dtype=dtype).view(len(rows), 2)
+
+
 def _means(split: str, sums: torch.Tensor, count: int) -> dict[str, float]:
     means = dict(zip(_METRICS, (sums / count).tolist(), strict=True))
     means["margin"] = means["rewards/chosen"] - means["rewards/rejected"]
-    return {f"{split}/{name}": value for name, value in means.items()}
+    return prefixed(f"{split}/", means)
 
 
 def _forward(
     engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
 ) -> torch.Tensor:
     """Return the log-probabilities of both responses of each pair as in `ReferencedPair`, (P, 2)."""
-    sequences = [TokenSequence.of(p.prompt_ids, ids) for p in pairs for ids in (p.chosen_ids, p.rejected_ids)]
+    sequences: list[TokenSequence] = []
+    for pair in pairs:
+        sequences.append(TokenSequence.of(pair.prompt_ids, pair.chosen_ids))
+        sequences.append(TokenSequence.of(pair.prompt_ids, pair.rejected_ids))
     batch = collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device)
-    parts = batch.split(engine(batch).logprobs_N.double())
-    # Without pairs, the batch is one token that no part of the result depends on, but the graph does.
-    tokens = [max(1, part.numel()) if config.length_normalised else 1 for part in parts]
-    sums = [part.sum() / count for part, count in zip(parts, tokens, strict=True)]
-    return torch.stack(sums)[: len(sequences)].view(len(pairs), 2)
+    values = []
+    for part in batch.split(engine(batch).logprobs_N.double()):
+        # Without pairs, the batch is one token that no part of the result depends on, but the graph does.
+        count = max(1, part.numel())
+        values.append(part.sum() / count if config.length_normalised else part.sum())
+    return torch.stack(values)[: len(sequences)].view(len(pairs), 2)
 
 
 OBJECTIVE = Objective(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
@@ -21,14 +22,10 @@ from rlhf_core.config.register import POLICIES
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import generate, scoring
-from rlhf_core.evaluation.chosen_answers import (
-    by_score,
-    compare_with_chosen,
-    load_chosen,
-    prompts_to_answer,
-)
+from rlhf_core.evaluation.chosen_answers import by_score, compare_with_chosen, load_chosen, prompts_to_answer
 from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
 from rlhf_core.evaluation.measures import flat_name, main_policy, titles_of
@@ -55,7 +52,7 @@ from rlhf_core.rewards.compose import code_digests
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.stages.evaluation_files import Samples, write_evaluation
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
+from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +73,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         GateFailed: A language model that judges or rewards agrees too little with the held-out pairs.
         RLHFError: What engines, models and reward sources raise.
     """
-    from rlhf_core.engines.distributed import resolve_device
-
     prompts = _held_out_prompts(config, context)
     gold_known = scoring.has_gold(prompts)
     judge = scoring.choose_measure(config, gold_known=gold_known)
@@ -124,7 +119,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         ppo_over_dpo = versus("ppo", "dpo") if len(policies) > 1 else None
         # The main policy is the last one: what is reported of the judge's consistency is of this comparison.
         last_first = {name: versus(name, "sft") for name in reversed(policies)}
-        comparisons = {name: last_first[name] for name in policies}
+        comparisons = dict(reversed(last_first.items()))
     facts = _judge_facts(config, context, judge, policies, language_model, gold_known=gold_known)
     others = OptionalResults(
         ppo_over_dpo=ppo_over_dpo,
@@ -176,20 +171,16 @@ def _judge_facts(
         config,
         gold_known=gold_known,
         reward_code=code_digests(config.ppo.rewards, context.sources),
-        inputs=context.lineage.inputs if context.lineage else {},
+        inputs=context.input_refs,
     )
     if language_model is not None:
         digests[MEASURE] = language_model.digest
-    return JudgeFacts(
-        judge,
-        digests,
-        {
-            policy: scoring.policy_trained_on(config, policy, judge)
-            for policy in POLICIES
-            if policy in policies
-        },
-        None if language_model is None else language_model.to_json(),
-    )
+    trained_on: dict[str, bool] = {}
+    for policy in POLICIES:
+        if policy in policies:
+            trained_on[policy] = scoring.policy_trained_on(config, policy, judge)
+    about = None if language_model is None else language_model.to_json()
+    return JudgeFacts(judge, digests, trained_on, about)
 
 
 def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[PromptExample]:
@@ -213,9 +204,11 @@ def _held_out_prompts(config: PipelineConfig, context: StageContext) -> list[Pro
 
 def _policies(config: PipelineConfig, context: StageContext) -> dict[str, PolicyFiles]:
     """Return the files of the policies that the run has, that of PPO first."""
-    return {
-        stage: trained_files(config, stage, context.inputs) for stage in POLICIES if stage in context.inputs
-    }
+    policies: dict[str, PolicyFiles] = {}
+    for stage in POLICIES:
+        if stage in context.inputs:
+            policies[stage] = trained_files(config, stage, context.inputs)
+    return policies
 
 
 def _measure(
@@ -243,14 +236,14 @@ def _measure(
         done += 1
 
     count = len(responses["sft"])
-    all_responses = [response for of_model in responses.values() for response in of_model]
+    all_responses = list(chain.from_iterable(responses.values()))
 
     def by_model(values: Sequence[float]) -> ByModel:
+        found: ByModel = {}
         # Each model has as many responses, and its responses are adjacent.
-        starts = range(0, len(all_responses), count)
-        return {
-            model: list(values[start : start + count]) for model, start in zip(responses, starts, strict=True)
-        }
+        for index, model in enumerate(responses):
+            found[model] = list(values[index * count : (index + 1) * count])
+        return found
 
     measures: dict[str, ByModel] = {}
     rules: dict[str, ByModel] = {}
@@ -265,7 +258,7 @@ def _measure(
         batch = scoring.score_rules(
             config, sources, all_responses, code_digests(config.ppo.rewards, context.sources)
         )
-        if usage := {f"eval/rules/{name}": value for name, value in batch.usage_metrics().items()}:
+        if usage := prefixed("eval/rules/", batch.usage_metrics()):
             context.metrics.log_metrics(usage, 0)
         if any(source.weight for source in sources):
             measures["rules"] = by_model(batch.total)

@@ -10,18 +10,20 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
+from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy, titles_of
 from rlhf_core.evaluation.prompts import shared_prompts
+from rlhf_core.evaluation.report import Plot, Report, render
 from rlhf_core.evaluation.summary import Measured
+from rlhf_core.ppo.watching.guards import in_words
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import AnsweredPrompt, ArtifactRef, StageContext
-
-if TYPE_CHECKING:
-    from rlhf_core.evaluation.plots import StepMetrics
+from rlhf_core.types import AnsweredPrompt, ArtifactRef, StageContext, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +68,6 @@ def write_evaluation(
         measured: Values of all responses, for the figures.
         metrics: Metrics for the tracker, without the prefix `eval/`.
     """
-    from rlhf_core.evaluation import plots, report
-
     titles = titles_of(config.ppo.title)
     for problem in endless_models(evaluation["eos_rate"], titles):
         log.warning("%s", problem)
@@ -76,34 +76,30 @@ def write_evaluation(
     (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     write_jsonl(out / "samples.jsonl", samples.first)
     (out / "figures").mkdir()
-    images: list[report.Plot] = []
+    images: list[Plot] = []
     figures = [_distribution(measured, titles)]
     if "ppo" in context.inputs:
         figures = [*_figures(_history(context), figures[0]), *evaluation_figures(config, context)]
     for name, title, caption, figure in figures:
         (out / "figures" / f"{name}.png").write_bytes(plots.to_png(figure))
         context.metrics.log_figure(name, figure)
-        images.append(report.Plot(title, caption, plots.to_image(figure)))
-    html = report.render(_report(config, context, evaluation, samples, images))
+        images.append(Plot(title, caption, plots.to_image(figure)))
+    html = render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
-    context.metrics.log_metrics({f"eval/{name}": value for name, value in metrics.items()}, 0)
-    context.metrics.log_table("samples", [_table_row(row) for row in samples.first])
+    context.metrics.log_metrics(prefixed("eval/", metrics), 0)
+    context.metrics.log_table("samples", list(map(_table_row, samples.first)))
     context.metrics.log_answers(samples.answered)
     context.metrics.log_file(out / "report.html")
     context.metrics.flush()
 
 
-def _history(context: StageContext) -> StepMetrics:
+def _history(context: StageContext) -> plots.StepMetrics:
     """Return the metrics of the steps of PPO."""
-    from rlhf_core.evaluation import plots
-
     return plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
 
 
 def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFigure:
     """Return the figure of the scores of the SFT model and the policy."""
-    from rlhf_core.evaluation import plots
-
     policy = main_policy(measured.kl)
     shown = {name: (pair["sft"], pair[policy]) for name, pair in list(measured.measures.items())[:2]}
     return CaptionedFigure(
@@ -114,10 +110,8 @@ def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFig
     )
 
 
-def _figures(history: StepMetrics, distribution: CaptionedFigure) -> list[CaptionedFigure]:
+def _figures(history: plots.StepMetrics, distribution: CaptionedFigure) -> list[CaptionedFigure]:
     """Return the figures of the steps of PPO, with that of the scores."""
-    from rlhf_core.evaluation import plots
-
     figures = [distribution]
     if len(history) and history.has("objective/scores") and history.has("objective/kl"):
         by_step = CaptionedFigure(
@@ -146,29 +140,31 @@ def _figures(history: StepMetrics, distribution: CaptionedFigure) -> list[Captio
 
 def evaluation_figures(config: PipelineConfig, context: StageContext) -> list[CaptionedFigure]:
     """Return the figure of the evaluations during PPO; none if there were no evaluations."""
-    from rlhf_core.evaluation import plots
-    from rlhf_core.ppo.watching.guards import in_words
-
     file = context.inputs["ppo"] / "evaluations.jsonl"
     if not file.is_file():
         return []
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    found = {int(row.pop("version")): row for row in rows}
-    best = [version for version, row in found.items() if row.pop("best")]
-    measures = (("eval/gold", "The true reward"), ("eval/judge", "The judge's score"))
-    sentences = [in_words(found, measure, label) for measure, label in measures]
+    found: dict[int, dict[str, float]] = {}
+    best = None
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        version = int(row.pop("version"))
+        found[version] = row
+        if row.pop("best"):
+            best = version
     limit = config.ppo.publish_kl_limit
-    marks = ["Diamonds: the best version."] if best else []
+    sentences = ["Means over the held-out prompts."]
+    if best is not None:
+        sentences.append("Diamonds: the best version.")
     if math.isfinite(limit):
-        marks.append(f"Dotted line: the largest KL of a best version, {limit:g} nats per response.")
-    caption = " ".join(["Means over the held-out prompts.", *marks, *filter(None, sentences)])
-    figure = plots.evaluation_curves(found, best=best[0] if best else None, max_kl=limit)
+        sentences.append(f"Dotted line: the largest KL of a best version, {limit:g} nats per response.")
+    sentences.append(in_words(found, "eval/gold", "The true reward"))
+    sentences.append(in_words(found, "eval/judge", "The judge's score"))
+    caption = " ".join(filter(None, sentences))
+    figure = plots.evaluation_curves(found, best=best, max_kl=limit)
     return [CaptionedFigure("evaluations", "Evaluations during training", caption, figure)]
 
 
-def _caption_of_reward_against_kl(history: StepMetrics) -> str:
-    from rlhf_core.evaluation import plots
-
+def _caption_of_reward_against_kl(history: plots.StepMetrics) -> str:
     points = "One point per step, against the square root of the KL (Gao et al. 2022): the score that is"
     if history.has(plots.GOLD):
         return (
@@ -186,21 +182,21 @@ def _report(
     context: StageContext,
     evaluation: Mapping[str, Any],
     samples: Samples,
-    images: list[Any],
-) -> Any:
+    images: list[Plot],
+) -> Report:
     """Return the content of `report.html`."""
-    import yaml
-
-    from rlhf_core.evaluation.report import Report
-
     dump = config.model_dump(mode="json", by_alias=True)
-    dpo = ["dpo"] if config.dpo.enabled else []
-    sections = {name: dump[name] for name in ("model", "data", "sft", "reward", *dpo, "ppo", "evaluate")}
+    sections = {name: dump[name] for name in ("model", "data", "sft", "reward", "dpo", "ppo", "evaluate")}
+    if not config.dpo.enabled:
+        del sections["dpo"]
     if config.ppo.enabled:
         trained = {f"{config.ppo.title} steps": str(config.ppo.steps), "guards raised": _guards(context)}
     else:
-        trained = {"DPO": f"beta {config.dpo.beta:g}, at most {_epochs(config.dpo.epochs)}"}
-    inputs = context.lineage.inputs if context.lineage else {}
+        unit = "epoch" if config.dpo.epochs == 1 else "epochs"
+        trained = {"DPO": f"beta {config.dpo.beta:g}, at most {config.dpo.epochs} {unit}"}
+    lineage = []
+    for stage, ref in context.input_refs.items():
+        lineage.append((stage, _minutes([ref]), ref.key, ref.digest))
     return Report(
         name=config.run.name,
         evaluation=evaluation,
@@ -208,7 +204,7 @@ def _report(
         notable=samples.notable,
         plots=images,
         config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
-        lineage=[(stage, _minutes([ref]), ref.key, ref.digest) for stage, ref in inputs.items()],
+        lineage=lineage,
         data_card=_data_card(context.data),
         is_best_version=config.ppo.enabled and config.ppo.publish == "best",
         shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),
@@ -217,15 +213,13 @@ def _report(
             **trained,
             "seed": str(config.run.seed),
             "held-out prompts": str(evaluation["prompts"]),
-            "inputs made in": _minutes(inputs.values()),
+            "inputs made in": _minutes(context.input_refs.values()),
         },
     )
 
 
 def _guards(context: StageContext) -> str:
     """Return the guards of PPO that were raised, with the first step."""
-    from rlhf_core.evaluation import plots
-
     raised = plots.raised_guards(_history(context))
     return ", ".join(f"{name} (step {steps[0]})" for name, steps in raised.items()) or "none"
 
@@ -234,10 +228,6 @@ def _minutes(refs: Iterable[ArtifactRef]) -> str:
     """Return the time that it took to make these artifacts; empty if none has it."""
     seconds = [float(ref.attributes["seconds"]) for ref in refs if "seconds" in ref.attributes]
     return f"{sum(seconds) / 60:.1f} min" if seconds else ""
-
-
-def _epochs(count: int) -> str:
-    return f"{count} epoch{'' if count == 1 else 's'}"
 
 
 def _data_card(folder: Path) -> str:
@@ -250,5 +240,5 @@ def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
     winner = flat_name("winner", main_policy(row["scores"]))
     flat = {name: row[name] for name in ("prompt", *row["scores"], winner)}
     for model, scores in row["scores"].items():
-        flat |= {f"{model}/{name}": value for name, value in scores.items()}
+        flat |= prefixed(f"{model}/", scores)
     return flat

@@ -15,6 +15,7 @@ from rlhf_core.errors import GateFailed
 from rlhf_core.pipeline import StageName
 
 _AGREEMENT = "language_model/agreement"
+_BY_CHANCE = "not significantly more often than by chance (0.5)"
 _OF_MEMBER = re.compile(r"member_\d+/accuracy")
 
 
@@ -81,39 +82,41 @@ def _check_grader(grader: LanguageModelReward, stage: StageName, metrics: Mappin
         return
     agreement, low, high, pairs = (metrics[f"{prefix}/{part}"] for part in ("mean", "low", "high", "pairs"))
     assert grader.min_agreement is not None
-    if agreement < grader.min_agreement:
-        reason = f"below min_agreement={grader.min_agreement:g}"
-    elif low <= 0.5:
-        reason = "not significantly more often than by chance (0.5)"
-    else:
-        return
-    raise GateFailed(
-        f"{stage}: reward {name} ({grader.model}) agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
-        f" {pairs:.0f} held-out pairs of people (equal grades count half), {reason}. Use a better model or"
-        " rubric, or set its min_agreement to null if its grades are not about the preference of people"
-    )
+    reason = _why_refused(agreement, low, "min_agreement", grader.min_agreement)
+    if reason:
+        raise GateFailed(
+            f"{stage}: reward {name} ({grader.model}) agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
+            f" {pairs:.0f} held-out pairs of people (equal grades count half), {reason}. Use a better model"
+            " or rubric, or set its min_agreement to null if its grades are not about the preference of"
+            " people"
+        )
 
 
 def _check_language_model(
     settings: LanguageModelConfig, stage: StageName, metrics: Mapping[str, float]
 ) -> None:
-    numbers = {
-        name.removeprefix("language_model/"): value
-        for name, value in metrics.items()
-        if name.startswith("language_model/")
-    }
-    agreement, low, high = (numbers[f"agreement/{part}"] for part in ("mean", "low", "high"))
-    if agreement < settings.min_agreement:
-        reason = f"below evaluate.language_model.min_agreement={settings.min_agreement:g}"
-    elif low <= 0.5:
-        reason = "not significantly more often than by chance (0.5); raise evaluate.language_model.pairs"
-    else:
-        return
-    other = "another sample.judge" if stage == "sample" else "leave evaluate.language_model out"
-    raise GateFailed(
-        f"{stage}: the language model {settings.name} agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
-        f" {numbers['pairs']:.0f} held-out pairs (ties count half), {reason}. Its verdict changes with the"
-        f" order of the answers on {numbers['pairs_inconsistent']:.0%} of the pairs, and"
-        f" {numbers['pairs_first']:.0%} of its preferences are for the first answer. Use a better model or"
-        f" rubric, or {other}"
-    )
+    agreement, low, high = (metrics[f"{_AGREEMENT}/{part}"] for part in ("mean", "low", "high"))
+    field = "evaluate.language_model"
+    reason = _why_refused(agreement, low, f"{field}.min_agreement", settings.min_agreement)
+    if reason == _BY_CHANCE:
+        reason += f"; raise {field}.pairs"
+    other = "leave evaluate.language_model out"
+    if stage == "sample":
+        other = "another sample.judge"
+    if reason:
+        raise GateFailed(
+            f"{stage}: the language model {settings.name} agrees with {agreement:.3f} [{low:.3f},"
+            f" {high:.3f}] of {metrics['language_model/pairs']:.0f} held-out pairs (ties count half),"
+            f" {reason}. Its verdict changes with the order of the answers on"
+            f" {metrics['language_model/pairs_inconsistent']:.0%} of the pairs, and"
+            f" {metrics['language_model/pairs_first']:.0%} of its preferences are for the first answer. Use"
+            f" a better model or rubric, or {other}"
+        )
+
+
+def _why_refused(agreement: float, low: float, field: str, limit: float) -> str:
+    """Return why an agreement with the lower bound `low` does not pass; empty if it does."""
+    if agreement < limit:
+        return f"below {field}={limit:g}"
+    # The point estimate alone would let a judge pass that a few pairs favour by luck.
+    return _BY_CHANCE if low <= 0.5 else ""

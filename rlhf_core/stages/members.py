@@ -28,7 +28,14 @@ from rlhf_core.models.ensemble import combined, deviations, save_ensemble
 from rlhf_core.stages.training import Metrics, accuracy_interval
 from rlhf_core.storage.bundles import on_one_disk
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import AnsweredPrompt, Checkpoints, MetricLogger, PairExample, StageContext
+from rlhf_core.types import (
+    AnsweredPrompt,
+    Checkpoints,
+    MetricLogger,
+    PairExample,
+    StageContext,
+    prefixed,
+)
 
 _FOLDER, _OUTPUT, _RESULTS = "members", "output", "results.json"
 
@@ -80,10 +87,8 @@ def train_members(
             heartbeat("wait for rank 0", math.inf)  # it commits, and may evaluate the member before alone
         wait_for_rank_zero(f"reward model {number}")
         heartbeat(f"load reward model {number}", start_seconds)
-        own = _member_context(
-            context, number, ensemble, steps, finished, position if number == first else None
-        )
-        member = train(number, own)
+        member = train(number, _member_context(context, number, ensemble, steps, finished, position))
+        position = None  # only the member that was interrupted has a checkpoint
         if context is None:
             continue
         finished.members.append(member)
@@ -99,7 +104,7 @@ def train_members(
         return {}
     save_ensemble(out / "model", ensemble)
     combined_metrics = _ensemble_metrics(ensemble, finished.members, held_out)
-    context.metrics.log_metrics({f"eval/{name}": value for name, value in combined_metrics.items()}, steps)
+    context.metrics.log_metrics(prefixed("eval/", combined_metrics), steps)
     return finished.metrics() | combined_metrics
 
 
@@ -113,7 +118,7 @@ def _ensemble_metrics(
     bounds = accuracy_interval(torch.from_numpy(gap_P), held_out)
     return {
         "ensemble/accuracy": float(np.heaviside(gap_P, 0.5).mean()),
-        **{f"ensemble/{name}": bound for name, bound in bounds.items()},
+        **prefixed("ensemble/", bounds),
         "ensemble/std": float(np.mean(deviations(by_member))),
     }
 
@@ -128,7 +133,7 @@ class _Finished:
     def metrics(self) -> Metrics:
         metrics = dict(self.members[0].metrics)
         for number, member in enumerate(self.members[1:], start=1):
-            metrics |= {f"{_prefix(number)}{name}": value for name, value in member.metrics.items()}
+            metrics |= prefixed(_prefix(number), member.metrics)
         return metrics
 
     def bytes_in(self, folder: Path) -> int:
@@ -234,12 +239,7 @@ class _MemberCheckpoints(Checkpoints):
             unsharded += finished
         self.inner.prepare(self.offset + step, folder, size + finished, unsharded, own=own)
 
-    def save(
-        self,
-        step: int,
-        folder: Path,
-        score: float | None = None,
-    ) -> None:
+    def save(self, step: int, folder: Path, score: float | None = None) -> None:
         if self.finished.members:
             self.finished.save(folder / _FOLDER)
         # Without the scores. The best checkpoint would be kept, also one of a finished member, and the scores
@@ -258,7 +258,7 @@ class _MemberMetrics(MetricLogger):
     prefix: str
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.inner.log_metrics({f"{self.prefix}{name}": value for name, value in metrics.items()}, step)
+        self.inner.log_metrics(prefixed(self.prefix, metrics), step)
 
     def flush(self) -> None:
         self.inner.flush()

@@ -8,28 +8,33 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
+from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
+from rlhf_core.data.tokenizer import Decoder, load_decoder
+from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
+from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
+from rlhf_core.evaluation.prompts import prompts_of_ppo
+from rlhf_core.evaluation.published import SEQUENCES, TrainedPolicy, measure_published
+from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
+from rlhf_core.ppo.training.experience import own_advantages_of
+from rlhf_core.rewards.compose import code_digests
+from rlhf_core.rewards.python_function import read_code
+from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
-from rlhf_core.types import StageContext, StageResult
-
-if TYPE_CHECKING:
-    from rlhf_core.data.tokenizer import Decoder
-    from rlhf_core.evaluation.published import TrainedPolicy
-    from rlhf_core.ppo.controller import PPOController
-    from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.types import StageContext, StageResult, prefixed
 
 
 def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id: int) -> Fleet:
     """Return the processes of the stage, which are not started yet."""
-    from rlhf_core.ppo.fleet.fleet import Fleet
-
     folders = _folders(config, context)
     code = _code(config.ppo.loss, "ppo.loss", context)
     settings = PPOSettings.of(config)
@@ -38,8 +43,6 @@ def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id
 
 def _code(section: Section | None, field: str, context: StageContext) -> bytes | None:
     """Return the source of a user's function, which the ranks on all hosts get; None for a built-in one."""
-    from rlhf_core.rewards.python_function import read_code
-
     if not isinstance(section, UserFunction):
         return None
     return read_code(section, field, context.sources.get(field))
@@ -54,12 +57,6 @@ def run(
 
     `make_fleet` gets the configuration, the context, "cpu" or "cuda", and the padding token.
     """
-    from rlhf_core.data.tokenizer import load_decoder
-    from rlhf_core.engines.distributed import resolve_device
-    from rlhf_core.evaluation.published import measure_published
-    from rlhf_core.stages.agreement import check_language_model_rewards
-    from rlhf_core.storage.bundles import weights_sha256
-
     agreement = check_language_model_rewards(config, context, "ppo")
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.data)
@@ -71,7 +68,7 @@ def run(
             chosen = _restore_published_weights(config, context, controller)
         trained = _save(config, context, controller)
         steps = controller.completed_steps
-    for folder in context.output.glob("policy*"):
+    for folder in context.output.glob("policy*"):  # also `policy_ema`
         shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
     published = {}
     if trained is not None:  # the fleet's memory is free now
@@ -83,6 +80,7 @@ def run(
         check_gate(config, "ppo", published)
     context.metrics.flush()
     policy = context.output / "policy"
+    # From the file: an attempt that continues after the last step makes no step of its own.
     last = json.loads((context.output / "metrics.jsonl").read_text().splitlines()[-1])
     shown = ("objective/scores", "objective/kl", "objective/rlhf_reward", "policy/entropy", "rollout/length")
     metrics = {name.removeprefix("objective/"): float(last[name]) for name in shown if name in last}
@@ -97,14 +95,6 @@ def _started(
     config: PipelineConfig, context: StageContext, decoder: Decoder, fleet: Fleet
 ) -> Iterator[PPOController]:
     """Start the fleet, and yield its controller."""
-    from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
-    from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
-    from rlhf_core.evaluation.prompts import prompts_of_ppo
-    from rlhf_core.ppo.controller import PPOController
-    from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
-    from rlhf_core.ppo.training.experience import own_advantages_of
-    from rlhf_core.rewards.compose import code_digests
-
     data, ppo = context.data, config.ppo
     prompts = load_prompts(data, "train")
     # The stage `data` has checked the share of answers that can be reached.
@@ -148,8 +138,6 @@ def _save(config: PipelineConfig, context: StageContext, controller: PPOControll
 
     Returns log-probabilities of a policy with an adapter, for the comparison with the saved files.
     """
-    from rlhf_core.evaluation.published import SEQUENCES, TrainedPolicy
-
     ppo = config.ppo
     if ppo.publish == "average":
         controller.restore_average()
@@ -169,6 +157,7 @@ def _restore_published_weights(
     config: PipelineConfig, context: StageContext, controller: PPOController
 ) -> dict[str, float]:
     """Restore the weights to publish, and return their evaluation metrics. Write and draw all evaluations."""
+    # Here, because a run without evaluations needs no matplotlib.
     from rlhf_core.evaluation.plots import evaluation_curves
 
     evaluations = controller.selection.evaluations
@@ -184,7 +173,7 @@ def _restore_published_weights(
     found = evaluations.get(version, {})
     # The best of several noisy evaluations is higher than another one of the same version would be.
     name_of = "selected" if config.ppo.publish == "best" else "published"
-    return {"published_step": float(version)} | {f"{name_of}/{name}": each for name, each in found.items()}
+    return {"published_step": float(version)} | prefixed(f"{name_of}/", found)
 
 
 def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:

@@ -39,7 +39,7 @@ from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
 from rlhf_core.tracking.mlflow_client import Mlflow, clean_name
 from rlhf_core.tracking.registry import Candidate, Registration, register
 from rlhf_core.tracking.tracker import open_tracking
-from rlhf_core.types import ArtifactRef, Lineage, StageContext, StageResult
+from rlhf_core.types import Lineage, StageContext, StageResult, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -152,13 +152,12 @@ def _headline(registration: Registration, votes_against_sft: Votes | None) -> di
     headline = {"version": float(registration.version), "champion": float(registration.decision.champion)}
     if match is not None:
         headline["win_rate_over_champion"] = match.win_rate
-        controlled = match.length_controlled
-        headline |= {f"length_controlled_over_champion/{name}": value for name, value in controlled.items()}
+        headline |= prefixed("length_controlled_over_champion/", match.length_controlled)
         for source, win_rate in match.by_source.items():
             headline[f"by_source/{source}/win_rate_over_champion"] = win_rate
     against = {"sft": votes_against_sft, "champion": match.votes if match else None}
     for opponent, votes in against.items():
-        headline |= {f"votes_against_{opponent}/{name}": value for name, value in (votes or {}).items()}
+        headline |= prefixed(f"votes_against_{opponent}/", votes or {})
     return headline
 
 
@@ -226,6 +225,7 @@ def _find_or_run_match(
             return NoMatch(str(reason))
         write_jsonl(samples, result.samples)
         match = match_record(result)
+    # Without the votes: a later registration with this match can have others.
     _keep_match(context.output, name, match)
     return replace(match, votes=votes.win_rate(samples, "champion"))
 
@@ -235,8 +235,12 @@ def match_record(result: MatchResult) -> Match:
     rate, verdicts = result.comparison.win_rate, result.comparison.verdicts
     by_champion = result.by_champion_model
     by_judge = [_outcomes(result.comparison.preferences)]
+    away: dict[str, Any] = {}
     if by_champion is not None:
         by_judge.append(_outcomes(by_champion.preferences))
+        away["away_win_rate"] = by_champion.win_rate.mean
+        away["away_ties"] = by_champion.verdicts.ties
+        away["away_log_evidence"] = log_evidence(_outcomes(by_champion.group_preferences))
     # With the outcomes of both judges, because both decide: a match in which one of them differs is another.
     outcomes = []
     for prompt, *of_prompt in zip(result.prompt_ids, *by_judge, strict=True):
@@ -253,11 +257,7 @@ def match_record(result: MatchResult) -> Match:
         result.judge,
         judge_digest=result.judge_digest,
         log_evidence=log_evidence(_outcomes(result.comparison.group_preferences)),
-        away_win_rate=None if by_champion is None else by_champion.win_rate.mean,
-        away_ties=0 if by_champion is None else by_champion.verdicts.ties,
-        away_log_evidence=(
-            0.0 if by_champion is None else log_evidence(_outcomes(by_champion.group_preferences))
-        ),
+        **away,
         outcomes=tuple(groups),
         length_controlled=result.length_controlled.to_json(),
         regression=result.regression,
@@ -283,10 +283,9 @@ def match_name(config: PipelineConfig, context: StageContext, champion: Mapping[
     It contains a digest of what decides the match: the inputs of the stage, among them the candidate's
     judge, the champion, and its judge if that is a trained model which the store has now.
     """
-    inputs = context.lineage.inputs if context.lineage else {}
     identity = {
         "version": STAGES["register"].version,
-        "inputs": {stage: ref.digest for stage, ref in inputs.items()},
+        "inputs": {stage: ref.digest for stage, ref in context.input_refs.items()},
         "sources": {name: it for name, it in context.sources.items() if not name.startswith("register.")},
         "champion": [champion.get(POLICY), champion.get("eval.judge")],
         "judges_of_champion": _judges(open_artifacts(config), champion),
@@ -297,9 +296,12 @@ def match_name(config: PipelineConfig, context: StageContext, champion: Mapping[
 def _judges(artifacts: ArtifactStore, champion: Mapping[str, str]) -> dict[str, str | None]:
     """Return the digests of trained models that can be the champion's judge; None for a missing one."""
     own = champion.get("eval.judge")
-    stages = [stage for judge, stage in MODEL_STAGES.items() if own in (judge, None)]
-    found = {stage: artifacts.find_registered(stage, champion) for stage in stages}
-    return {stage: None if ref is None else ref.digest for stage, ref in found.items()}
+    digests: dict[str, str | None] = {}
+    for judge, stage in MODEL_STAGES.items():
+        if own in (judge, None):  # None: any of them can have judged a version without the tag
+            ref = artifacts.find_registered(stage, champion)
+            digests[stage] = None if ref is None else ref.digest
+    return digests
 
 
 def _keep_match(output: Path, name: str, match: Match) -> None:
@@ -354,19 +356,18 @@ def _tags(
     weights_digest: str,
 ) -> dict[str, str]:
     """Return the tags of a version: where it comes from, and the numbers that versions are compared by."""
-    inputs: Mapping[Any, ArtifactRef] = lineage.inputs
     text = config.model_dump_json(by_alias=True)
     tags = {
         WEIGHTS: weights_digest,
         "rlhf.config_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "rlhf.seed": str(config.run.seed),
         "rlhf.versions": json.dumps(versions()),
-        **{f"rlhf.{name}.key": ref.key for name, ref in inputs.items()},
-        **{f"rlhf.{name}.digest": ref.digest for name, ref in inputs.items()},
         **{f"eval.{name}": f"{value:.6g}" for name, value in metrics.items() if _is_shown(name)},
         "eval.judge": str(evaluation.get("judge")),
         "rlhf.algorithm": titles_of(config.ppo.title)[config.register_.policy],
     }
+    for name, ref in lineage.inputs.items():
+        tags |= {f"rlhf.{name}.key": ref.key, f"rlhf.{name}.digest": ref.digest}
     if config.register_.policy != "ppo":
         tags[POLICY_STAGE] = config.register_.policy
     if config.sample is not None and config.sample.policy != "ppo":

@@ -22,17 +22,15 @@ import torch.distributed as dist
 
 from rlhf_core.algo.losses import reward_model_loss
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import BaseModelAddress, base_of
+from rlhf_core.config.address import base_of
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
 from rlhf_core.data.tokenizer import load_decoder, require_same_tokens
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.sharding import shards_of
 from rlhf_core.evaluation.exchanged_prompts import exchange_pairs
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders
-from rlhf_core.models.packing import plan_ranks
-from rlhf_core.models.score import ScoreModel, ScoreStatistics, load_score_model
+from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
@@ -47,7 +45,10 @@ from rlhf_core.stages.training import (
     accuracy_interval,
     fetch_base,
     is_correct,
+    load_to_train,
+    load_whole,
     micro_batches,
+    own_micro_batches,
     pair_tokens,
     step_metrics,
     table_row,
@@ -57,7 +58,7 @@ from rlhf_core.stages.training import (
 )
 from rlhf_core.system.files import write_json
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult
+from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageResult, prefixed
 
 _INTERVAL = ("", "_low", "_high")
 """Suffixes of a mean and the bounds of its interval."""
@@ -100,6 +101,7 @@ def finish(
     """
     for folder in member_folders(context.output / "model"):
         shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
+    # Before the gate, so that the metrics of a model that is refused can be read.
     context.metrics.flush()
     check_gate(config, stage, metrics)
     return StageResult(metrics)
@@ -139,11 +141,6 @@ class _Inputs:
     train: Sequence[PairExample]
     held_out: Sequence[PairExample]
 
-    @property
-    def own_base(self) -> BaseModelAddress | None:
-        """The model that the training starts from; None if it is the SFT model."""
-        return base_of(self.config, self.stage)
-
     def seed(self, number: int, *purpose: str) -> int:
         """Return a seed of the member with this number. Those of the first are the ones without ensemble."""
         member = (number,) if number else ()
@@ -154,40 +151,41 @@ def _train_member(rank: Any, inputs: _Inputs, number: int, context: StageContext
     """Train, evaluate and save one model."""
     config, held_out, out = inputs.config, inputs.held_out, inputs.folders.out
     folder = member_folder(out / "model", number)
-    loaded = _load_base(rank, inputs, number)
-    model = StageModel(rank, loaded, _settings(config, inputs.stage), "reward", context)
+    base = base_of(config, inputs.stage)  # None: the SFT model
+    path, revision = (base.path, base.revision) if base is not None else (None, None)
+    settings = _settings(config, inputs.stage)
+    torch.manual_seed(inputs.seed(number, "init"))  # of the score head and of adapters
+    loaded = load_to_train(
+        load_score_model, path or inputs.folders.sft_model, rank, config, settings, revision
+    )
+    model = StageModel(rank, loaded, settings, "reward", context)
     del loaded
     pad_id, engine, reward = load_decoder(inputs.folders.data).pad, model.engine, model.settings
     training = Training(inputs.stage, inputs.seed(number), pad_id, inputs.folders.work, context)
     train_metrics = train_epochs(engine, inputs.train, held_out, reward, training, OBJECTIVE).metrics
-    evaluation, scores = evaluate_reward(engine, held_out, reward, pad_id)
+    sets = [held_out]
+    if (exchanged := exchange_pairs(held_out)) is not None:
+        sets.append(exchanged)
+    found = [evaluate_reward(engine, pairs, reward, pad_id) for pairs in sets]
+    evaluation, scores = found[0]
     # Before the model is saved, which writes them to its folder.
     statistics = model.loaded.statistics = ScoreStatistics.of(scores)
-    exchanged = exchange_pairs(held_out)
-    of_exchanged = {} if exchanged is None else evaluate_reward(engine, exchanged, reward, pad_id)[0]
-    model.save(
-        folder,
-        member_folder(out / "adapter", number),
-        _name_of_base(inputs, context) if context is not None else "",
-        None if inputs.own_base is None else inputs.own_base.revision,
-    )
+    model.save(folder, member_folder(out / "adapter", number), path, revision)
     steps_done = engine.steps_done
-    evaluated = [held_out] if exchanged is None else [held_out, exchanged]
     as_saved = model.close_and_evaluate(
-        lambda: [evaluate_sequences(engine, pairs, reward, pad_id) for pairs in evaluated],
-        lambda: [evaluate_saved(config, folder, pairs, pad_id, rank.torch_device) for pairs in evaluated],
+        lambda: [evaluate_sequences(engine, pairs, reward, pad_id) for pairs in sets],
+        lambda: [evaluate_saved(config, folder, pairs, pad_id, rank.torch_device) for pairs in sets],
     )
     if as_saved is not None:
         # The reported numbers are those of the model that later stages load.
-        trained_scores = scores
-        evaluation, scores = as_saved[0]
-        if exchanged is not None:
-            of_exchanged = as_saved[1][0]
+        found, trained_scores = as_saved, scores
+        evaluation, scores = found[0]
         evaluation["eval/merge_gap"] = (scores - trained_scores).abs().mean().item()
         statistics = ScoreStatistics.of(scores)
         if context is not None:
             statistics.save(folder)
-    if of_exchanged:
+    if exchanged is not None:
+        of_exchanged, _ = found[1]
         for part in _INTERVAL:
             evaluation[f"eval/accuracy_exchanged{part}"] = of_exchanged[f"eval/accuracy{part}"]
     if context is not None:
@@ -196,23 +194,6 @@ def _train_member(rank: Any, inputs: _Inputs, number: int, context: StageContext
         context.metrics.log_table("reward_pairs", _table(inputs.folders.data, held_out, scores))
     metrics = _headline(evaluation, len(held_out), statistics) | train_metrics
     return Member(metrics, statistics.normalize(scores).flatten().tolist())
-
-
-def _load_base(rank: Any, inputs: _Inputs, number: int) -> ScoreModel:
-    """Load the model that the training starts from, with a new score head."""
-    config, reward = inputs.config, _settings(inputs.config, inputs.stage)
-    torch.manual_seed(inputs.seed(number, "init"))  # of the score head and of adapters
-    base = inputs.own_base
-    return load_score_model(
-        inputs.folders.sft_model if base is None else base.path,
-        dtype=reward.deepspeed.dtype,
-        attention=config.model.attention,
-        device=rank.torch_device,
-        revision=None if base is None else base.revision,
-        quantize=None if reward.lora is None else reward.lora.quantize,
-        pack=reward.pack,
-        shards=shards_of(reward.deepspeed),
-    )
 
 
 def _headline(evaluation: Metrics, pairs: int, statistics: ScoreStatistics) -> Metrics:
@@ -227,11 +208,6 @@ def _headline(evaluation: Metrics, pairs: int, statistics: ScoreStatistics) -> M
     if "eval/calibration_error" in evaluation:
         headline["calibration_error"] = evaluation["eval/calibration_error"]
     return headline | {"score_mean": statistics.mean, "score_std": statistics.std}
-
-
-def _name_of_base(inputs: _Inputs, context: StageContext) -> str:
-    base = inputs.own_base
-    return f"{context.artifact_name('sft')}/model" if base is None else base.path
 
 
 def _examine(
@@ -258,24 +234,26 @@ def _examine(
     context.metrics.log_figure("reliability", reliability(found))
     return {
         "eval/calibration_error": found.error,
-        **{f"eval/length_{name}": value for name, value in bias.items()},
-        **{f"eval/accuracy_by_source/{name}": value for name, value in by_source.items()},
+        **prefixed("eval/length_", bias),
+        **prefixed("eval/accuracy_by_source/", by_source),
     }
 
 
 def _table(data: Path, pairs: Sequence[PairExample], scores: Any) -> list[dict[str, Any]]:
     """Return twenty held-out pairs with their raw scores, for the table of samples."""
     decode = load_decoder(data)
-    return [
-        {
-            "prompt": pair.prompt,
-            "chosen": decode(pair.chosen_ids),
-            "rejected": decode(pair.rejected_ids),
-            "score_chosen": chosen,
-            "score_rejected": rejected,
-        }
-        for pair, (chosen, rejected) in list(zip(pairs, scores.tolist(), strict=True))[:20]
-    ]
+    rows = []
+    for pair, (chosen, rejected) in list(zip(pairs, scores.tolist(), strict=True))[:20]:
+        rows.append(
+            {
+                "prompt": pair.prompt,
+                "chosen": decode(pair.chosen_ids),
+                "rejected": decode(pair.rejected_ids),
+                "score_chosen": chosen,
+                "score_rejected": rejected,
+            }
+        )
+    return rows
 
 
 # -- the loop --
@@ -299,16 +277,15 @@ def train_step(
 
     def losses() -> Iterator[torch.Tensor]:
         for micro_batch in micro_batches(engine.rank, batch, config):
-            chosen, rejected = _forward(engine, [batch[i] for i in micro_batch], config, pad_id)
+            pairs = [batch[i] for i in micro_batch]
+            chosen, rejected = _forward(engine, pairs, config, pad_id)
             # This rank has no pair left. A loss of 0 with a gradient lets it take part in the collective
             # operations of the backward pass.
             if not micro_batch:
                 yield 0.0 * chosen.sum()
                 continue
             # `pair_loss` is the mean of the micro-batch. So weighted, the parts add up to that of the batch.
-            loss = pair_loss(chosen, rejected, [batch[i] for i in micro_batch], config) * (
-                len(micro_batch) / len(batch)
-            )
+            loss = pair_loss(chosen, rejected, pairs, config) * (len(pairs) / len(batch))
             gap = (chosen - rejected).detach()
             sums.add_(torch.stack([loss.detach(), is_correct(gap).sum(), gap.sum()]).double())
             yield loss
@@ -356,7 +333,7 @@ def evaluate_sequences(
     engine.module.eval()
     rank, sequences = engine.rank, _sequences(held_out)
     lengths = [len(prompt) + len(response) for prompt, response in sequences]
-    plan = plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
+    plan = own_micro_batches(rank, lengths, config)
     batches = Batches(sequences, plan, pad_id=pad_id, device=rank.torch_device, pack=config.packs)
     # Statistics with mean 0 and std 1 leave the scores raw. Sequences of other ranks have the score 0.
     own = sequence_scores(engine, ScoreStatistics(), batches)
@@ -383,13 +360,7 @@ def evaluate_saved(
     """
     reward = config.reward
     heartbeat("load the reward model", config.run.timeouts.start)
-    model = load_score_model(
-        folder,
-        dtype=reward.deepspeed.dtype,
-        attention=config.model.attention,
-        device=device,
-        pack=reward.pack,
-    ).eval()
+    model = load_whole(load_score_model, folder, device, config, reward).eval()
     sequences = _sequences(held_out)
     batches = single_process_batches(model, sequences, reward.micro_batch_tokens, pad_id)
     flat = sequence_scores(model, ScoreStatistics(), batches)
@@ -398,7 +369,10 @@ def evaluate_saved(
 
 
 def _sequences(pairs: Sequence[PairExample]) -> list[PromptAndResponse]:
-    return [(pair.prompt_ids, ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+    sequences: list[PromptAndResponse] = []
+    for pair in pairs:
+        sequences += [(pair.prompt_ids, pair.chosen_ids), (pair.prompt_ids, pair.rejected_ids)]
+    return sequences
 
 
 def _measures(
@@ -409,7 +383,7 @@ def _measures(
         "eval/accuracy": is_correct(gap).mean().item(),
         "eval/margin": gap.mean().item(),
         "eval/loss": pair_loss(scores_P2[:, 0], scores_P2[:, 1], held_out, config).item(),
-        **{f"eval/{name}": bound for name, bound in accuracy_interval(gap, held_out).items()},
+        **prefixed("eval/", accuracy_interval(gap, held_out)),
     }
 
 

@@ -16,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlhf_core.data.formats import normalise
 from rlhf_core.data.messages import Message, RowError
 from rlhf_core.data.prompt_sets import load_encoder
 from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.generate import SamplingSettings, sample_responses
@@ -36,7 +38,7 @@ from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer,
 from rlhf_core.rewards.compose import code_digests, reward_inputs
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult
+from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +83,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         GateFailed: The language model that judges agrees too little with the held-out pairs.
         RLHFError: What engines, models and reward sources raise.
     """
-    from rlhf_core.engines.distributed import resolve_device
-
     settings = config.sample
     assert settings is not None
     prompts, left_out = _prompts(config, context.data, settings.prompts)
@@ -114,8 +114,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
             scores = _scores(config, context, samples, scorer)
     answers = [ScoredAnswer(sample, score, by_people) for sample, score in zip(samples, scores, strict=True)]
     groups = [answers[start : start + settings.answers] for start in range(0, total, settings.answers)]
-    best, pairs = ([], []) if by_people else select(groups, settings.min_score)
-    pair_rows = [_pair(*pair) for pair in pairs]
+    best: list[ScoredAnswer] = []
+    pairs: list[tuple[ScoredAnswer, ScoredAnswer]] = []
+    if not by_people:
+        best, pairs = select(groups, settings.min_score)
+    pair_rows = list(starmap(_pair, pairs))
     write_jsonl(context.output / BEST, map(_demonstration, best))
     write_jsonl(context.output / PAIRS, pair_rows)
     write_answers(context.output, map(_answers_to_prompt, groups))
@@ -128,11 +131,12 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         log.warning("no answer of %d is a demonstration: %s is empty", total, BEST)
     if problem := never_ends(metrics["eos_rate"], "the model that answers"):
         log.warning("%s", problem)
-    context.metrics.log_metrics({f"sample/{name}": value for name, value in metrics.items()}, 0)
+    context.metrics.log_metrics(prefixed("sample/", metrics), 0)
     context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])
     context.metrics.flush()
     attributes = {"judge": scoring.judge_name(config, settings.judge), "rl_algorithm": config.ppo.title}
-    attributes |= {} if settings.policy == "ppo" else {"policy": settings.policy}
+    if settings.policy != "ppo":
+        attributes["policy"] = settings.policy
     return StageResult(metrics, attributes)
 
 
@@ -267,32 +271,28 @@ def _pair(best: ScoredAnswer, worst: ScoredAnswer) -> dict[str, Any]:
 
 def _answers_to_prompt(answers: Sequence[ScoredAnswer]) -> AnswersToPrompt:
     prompt = answers[0].sample
-    return AnswersToPrompt(
-        prompt.prompt_id,
-        prompt.prompt,
-        tuple(
-            SampledAnswer(
-                each.sample.response, None if math.isnan(each.score) else each.score, each.is_usable
-            )
-            for each in answers
-        ),
-    )
+    written = []
+    for each in answers:
+        score = None if math.isnan(each.score) else each.score
+        written.append(SampledAnswer(each.sample.response, score, each.is_usable))
+    return AnswersToPrompt(prompt.prompt_id, prompt.prompt, tuple(written))
 
 
 def _metrics(answers: Sequence[ScoredAnswer], best: Sequence[ScoredAnswer]) -> dict[str, float]:
     """Return means over all answers and over the best ones."""
+    samples, best_samples = [each.sample for each in answers], [each.sample for each in best]
     metrics = {
         "best": float(len(best)),
         "usable": sum(answer.is_usable for answer in answers) / len(answers),
-        "eos_rate": sum(answer.sample.finished for answer in answers) / len(answers),
+        "eos_rate": sum(sample.finished for sample in samples) / len(answers),
     }
     scored = [answer.score for answer in answers if not math.isnan(answer.score)]
     if scored:
         metrics["score_mean"] = statistics.fmean(scored)
     if best:
         metrics["score_best"] = statistics.fmean(answer.score for answer in best)
-    if scoring.has_gold([answer.sample for answer in answers]):
-        metrics["gold_mean"] = statistics.fmean(scoring.score_gold([answer.sample for answer in answers]))
+    if scoring.has_gold(samples):
+        metrics["gold_mean"] = statistics.fmean(scoring.score_gold(samples))
         if best:
-            metrics["gold_best"] = statistics.fmean(scoring.score_gold([answer.sample for answer in best]))
+            metrics["gold_best"] = statistics.fmean(scoring.score_gold(best_samples))
     return metrics

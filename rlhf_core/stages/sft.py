@@ -23,10 +23,10 @@ from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import never_ends
 from rlhf_core.config.training import SFTConfig
-from rlhf_core.data.dataset import load_prompts, load_sft
+from rlhf_core.data.dataset import Split, load_prompts, load_sft
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.sharding import shards_of
+from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import classified
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.adapters import check_targets
@@ -41,6 +41,9 @@ from rlhf_core.stages.training import (
     StageModel,
     Training,
     fetch_base,
+    load_to_train,
+    load_whole,
+    own_micro_batches,
     step_metrics,
     train_epochs,
     train_on_ranks,
@@ -56,11 +59,10 @@ _SAMPLES_AT_ONCE = 32
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Fine-tune over `sft.deepspeed.ranks` ranks and log some sampled answers."""
-    from rlhf_core.engines.distributed import resolve_device
-
     device = resolve_device(config.run.device)
     fetch_base(config, context, "sft")
     metrics = train_on_ranks(_train if config.sft.enabled else _save_base, config.sft, config, context)
+    # Later stages and users load the model and its tokenizer from one folder.
     shutil.copytree(context.data / "tokenizer", context.output / "model", dirs_exist_ok=True)
     samples = _samples(config, context, device)
     context.metrics.log_table("sft_samples", samples)
@@ -88,24 +90,15 @@ def _train(
     data, out = folders.data, folders.out
     folder, revision = base_model(config, data)
     torch.manual_seed(derive_seed(config.run.seed, "sft", "init"))  # of a model from scratch, and of adapters
-    policy = load_policy(
-        folder,
-        dtype=config.sft.deepspeed.dtype,
-        attention=config.model.attention,
-        device=rank.torch_device,
-        revision=revision,
-        quantize=None if config.sft.lora is None else config.sft.lora.quantize,
-        pack=config.sft.pack,
-        head_dtype=config.model.head_dtype,
-        shards=shards_of(config.sft.deepspeed),
+    policy = load_to_train(
+        load_policy, folder, rank, config, config.sft, revision, head_dtype=config.model.head_dtype
     )
     check_targets(policy.lm, config)
     ids = load_decoder(data)
     _set_special_tokens(policy.lm, ids)
     model = StageModel(rank, policy, config.sft, "sft", context)
     del policy
-    held_out = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "eval")]
-    train = [TokenSequence(e.input_ids, e.loss_mask) for e in load_sft(data, "train")]
+    train, held_out = _sequences(data, "train"), _sequences(data, "eval")
     pad_id, engine, sft = ids.pad, model.engine, model.settings
     training = Training("sft", derive_seed(config.run.seed, "sft"), pad_id, folders.work, context)
     metrics = train_sft(engine, train, held_out, sft, training)
@@ -120,6 +113,10 @@ def _train(
     return metrics if context is None else metrics | left_out(folder, revision)
 
 
+def _sequences(data: Path, split: Split) -> list[TokenSequence]:
+    return [TokenSequence(each.input_ids, each.loss_mask) for each in load_sft(data, split)]
+
+
 def _save_base(
     rank: Any, config: PipelineConfig, folders: Folders, context: StageContext | None
 ) -> dict[str, float]:
@@ -131,7 +128,7 @@ def _save_base(
             folder,
             dtype=config.sft.deepspeed.dtype,
             attention=config.model.attention,
-            device="cpu",
+            device="cpu",  # it computes nothing
             revision=revision,
             pack=False,
             head_dtype=config.model.head_dtype,
@@ -176,25 +173,27 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
             # The table is only for reading. It must not fail the stage after all training.
             log.warning("sft: no responses are sampled: %s", classified(error).message)
             return []
-        return [
-            {"prompt": prompt.prompt, "response": sample.response, "finished": sample.finished}
-            for prompt, sample in zip(prompts, found["sft"], strict=True)
-        ]
+        return _rows(prompts, [(sample.response, sample.finished) for sample in found["sft"]])
     model = (
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
         .to(device)
         .eval()
     )
-    responses: list[tuple[list[int], bool]] = []
+    responses: list[tuple[str, bool]] = []
     while len(responses) < len(prompts):
         start = len(responses)
         torch.manual_seed(derive_seed(config.run.seed, "sft", "samples", start))
-        responses += _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device)
+        for ids, finished in _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device):
+            responses.append((decode(ids), finished))
         context.progress("sft samples", len(responses), len(prompts), "responses")
-    return [
-        {"prompt": prompt.prompt, "response": decode(ids), "finished": finished}
-        for prompt, (ids, finished) in zip(prompts, responses, strict=True)
-    ]
+    return _rows(prompts, responses)
+
+
+def _rows(prompts: Sequence[PromptExample], responses: Sequence[tuple[str, bool]]) -> list[dict[str, Any]]:
+    rows = []
+    for prompt, (response, finished) in zip(prompts, responses, strict=True):
+        rows.append({"prompt": prompt.prompt, "response": response, "finished": finished})
+    return rows
 
 
 def _sampled(
@@ -209,6 +208,7 @@ def _sampled(
     ids = torch.full((len(prompts), width), pad, device=device)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
+        # Padded on the left: `generate` continues each row at its end.
         start = width - len(prompt.input_ids)
         ids[row, start:] = torch.tensor(prompt.input_ids, device=device)
         mask[row, start:] = 1
@@ -280,7 +280,7 @@ def train_step(
     # A generator: the backward pass of a loss runs before the next forward pass, so the activations of one
     # micro-batch are in memory at a time.
     def losses() -> Iterator[torch.Tensor]:
-        for micro_batch in _my_micro_batches(engine, batch, config):
+        for micro_batch in own_micro_batches(engine.rank, list(map(len, batch)), config):
             tensors = collate([batch[i] for i in micro_batch], pad_id=pad_id, pack=config.packs).to(
                 engine.rank.torch_device
             )
@@ -303,7 +303,7 @@ def evaluate_sft(
     This is a collective operation.
     """
     engine.module.eval()
-    micro_batches = _my_micro_batches(engine, held_out, config)
+    micro_batches = own_micro_batches(engine.rank, list(map(len, held_out)), config)
     sums = _loss_and_count(engine, held_out, micro_batches, config.packs, pad_id, engine.rank.torch_device)
     dist.all_reduce(sums)
     engine.module.train()
@@ -326,14 +326,7 @@ def evaluate_saved(
     """
     sft = config.sft
     heartbeat("load the model", config.run.timeouts.start)
-    model = load_policy(
-        folder,
-        dtype=sft.deepspeed.dtype,
-        attention=config.model.attention,
-        device=device,
-        pack=sft.pack,
-        head_dtype=config.model.head_dtype,
-    ).eval()
+    model = load_whole(load_policy, folder, device, config, sft, head_dtype=config.model.head_dtype).eval()
     (micro_batches,) = plan_ranks(list(map(len, held_out)), 1, sft.micro_batch_tokens, pack=model.packs)
     with torch.no_grad():
         return _measures(_loss_and_count(model, held_out, micro_batches, model.packs, pad_id, device))
@@ -366,12 +359,6 @@ def _measures(sums: torch.Tensor) -> dict[str, float]:
 
 def _table_row(row: TokenSequence) -> dict[str, Any]:
     return {"tokens": len(row), "targets": row.targets, "input_ids": str(list(row.input_ids))}
-
-
-def _my_micro_batches(engine: TrainingEngine, batch: Sequence[Any], config: SFTConfig) -> list[list[int]]:
-    rank = engine.rank
-    lengths = [len(sequence) for sequence in batch]
-    return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
 
 
 OBJECTIVE = Objective(train_step, evaluate_sft, count_tokens=len, table_row=_table_row)

@@ -33,7 +33,8 @@ from rlhf_core.data.sources import model_digest, require_unchanged
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.engines.distributed import Rank, all_ranks_pack
+from rlhf_core.engines.distributed import Rank, all_ranks_pack, resolve_device
+from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.statistics import group_of, win_rate
 from rlhf_core.models.adapters import adapter_off, add_adapter
@@ -183,12 +184,10 @@ def train_on_ranks(
         args: Further arguments of `train`. They must be picklable.
     """
     from rlhf_core.cluster.ranks import run_ranks
-    from rlhf_core.engines.distributed import resolve_device
 
     # The stages that learn from pairs start from the SFT model.
-    inputs = {} if context.lineage is None else context.lineage.inputs
-    if "sft" in inputs:
-        problem = never_ends(inputs["sft"].metrics.get("eos_rate", 1.0), "the SFT model")
+    if "sft" in context.input_refs:
+        problem = never_ends(context.input_refs["sft"].metrics.get("eos_rate", 1.0), "the SFT model")
         if problem is not None:
             log.warning("%s", problem)
     metrics: dict[str, float] = run_ranks(
@@ -221,6 +220,62 @@ def train_with_threads(rank: Any, train: Callable[..., T], threads: int | None, 
         torch.set_num_threads(before)
 
 
+def load_to_train(
+    load: Callable[..., T],
+    folder: Path | str,
+    rank: Rank,
+    config: PipelineConfig,
+    settings: TrainingSection,
+    revision: str | None = None,
+    **options: Any,
+) -> T:
+    """Return the model that a stage starts from. It has no adapter yet.
+
+    Args:
+        load: `load_policy` or `load_score_model`.
+        folder: Folder of the model, or its name on the hub.
+        rank: This rank.
+        config: The configuration.
+        settings: Settings of the stage.
+        revision: Commit of a model of the hub.
+        options: Further arguments of `load`.
+    """
+    own = {
+        "revision": revision,
+        "quantize": settings.lora and settings.lora.quantize,
+        "shards": shards_of(settings.deepspeed),
+    }
+    return load_whole(load, folder, rank.torch_device, config, settings, **own, **options)
+
+
+def load_whole(
+    load: Callable[..., T],
+    folder: Path | str,
+    device: str,
+    config: PipelineConfig,
+    settings: TrainingSection,
+    **options: Any,
+) -> T:
+    """Return a model on one device, as later stages load it.
+
+    Args:
+        load: `load_policy` or `load_score_model`.
+        folder: Folder of the model.
+        device: The device.
+        config: The configuration.
+        settings: Settings of the stage.
+        options: Further arguments of `load`.
+    """
+    return load(
+        folder,
+        dtype=settings.deepspeed.dtype,
+        attention=config.model.attention,
+        device=device,
+        pack=settings.pack,
+        **options,
+    )
+
+
 class StageModel(Generic[Settings]):
     """The model that a stage trains, on each rank. All methods are collective operations.
 
@@ -250,7 +305,7 @@ class StageModel(Generic[Settings]):
         self,
         folder: Path,
         adapter: Path,
-        base: str,
+        base: str | None,
         revision: str | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -260,11 +315,14 @@ class StageModel(Generic[Settings]):
         Args:
             folder: Folder of the model.
             adapter: Folder of the adapter, if there is one.
-            base, revision: The model that the adapter belongs to.
+            base, revision: The model that the adapter belongs to; None: that of the stage `sft`.
             dtype: Precision of the merge, if it is not that of the model.
         """
         self.engine.save_model(folder, self.loaded.save, dtype=dtype)
-        self.engine.save_adapter(adapter, base, revision)
+        if base is None and self._context is not None:
+            base = f"{self._context.artifact_name('sft')}/model"
+        # Rank 0 alone writes the name, and it alone has the context.
+        self.engine.save_adapter(adapter, base or "", revision)
 
     def close_and_evaluate(self, merged: Callable[[], T], from_files: Callable[[], T]) -> T | None:
         """Free the model, and return the measures of the saved one if they differ: later stages load the
@@ -330,6 +388,7 @@ def train_epochs(
         context.stop.defer()
     while step < total and not best.is_final(early_stop):
         started = time.monotonic()
+        # From the step alone, so that a continued training has the batches of an uninterrupted one.
         epoch, index = divmod(step, per_epoch)
         batches = epoch_batches(len(train), config.batch_size, training.seed, epoch)
         batch = [train[i] for i in batches[index]]
@@ -352,15 +411,16 @@ def train_epochs(
             if early_stop is not None and best.add(step, evaluation["eval/loss"]):
                 engine.snapshot_best()
             # After `add`, which counts an evaluation whose loss is not finite.
-            evaluation = {name: value for name, value in evaluation.items() if math.isfinite(value)}
+            evaluation = _finite(evaluation)
         if context is not None:
             if step < total and not best.is_final(early_stop):  # at the end those of the best are logged
                 metrics |= evaluation
             metrics["train/tokens_per_s"] = tokens / seconds
             context.metrics.log_metrics(metrics, step)
-            shown = {
-                name: metrics[f"train/{name}"] for name in ("loss", "accuracy") if f"train/{name}" in metrics
-            }
+            shown = {}
+            for name in ("loss", "accuracy"):
+                if f"train/{name}" in metrics:
+                    shown[name] = metrics[f"train/{name}"]
             context.progress(training.stage, step, total, "steps", **shown)
         checkpointing.after_step(
             engine, context, training.work, step, every=config.checkpoint_every, total=total,
@@ -382,12 +442,17 @@ def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, flo
         norm: Norm of the gradient.
         measured: The metrics of the stage.
     """
-    metrics = {
-        **measured,
-        "train/grad_norm": norm,
-        "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
-        "train/skipped_steps": float(engine.skipped_steps),
-    }
+    return _finite(
+        {
+            **measured,
+            "train/grad_norm": norm,
+            "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
+            "train/skipped_steps": float(engine.skipped_steps),
+        }
+    )
+
+
+def _finite(metrics: Metrics) -> Metrics:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -407,8 +472,11 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list
     if judge is None:
         return pairs
     labelled = sources_of_models(data)
-    of_judge = [pair.source not in labelled and _is_of_judge(pair, judge.fraction) for pair in pairs]
-    chosen = [pair for pair, own in zip(pairs, of_judge, strict=True) if own == (stage == "judge")]
+    chosen = []
+    for pair in pairs:
+        of_judge = pair.source not in labelled and _is_of_judge(pair, judge.fraction)
+        if of_judge == (stage == "judge"):
+            chosen.append(pair)
     if not chosen and stage == "judge" and all(pair.source in labelled for pair in pairs):
         raise DataError(
             "reward.judge needs pairs that no model has labelled, but all sources have `labelled_by`; add"
@@ -433,10 +501,18 @@ def micro_batches(
     """Return the micro-batches of `rank`, as indices of `pairs`. Both responses of a pair are in the same
     one.
     """
-    # Padded: two rows for each pair, both as wide as the longer of the two sequences.
-    lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in pairs]
     if config.packs:
-        lengths = [pair_tokens(pair) for pair in pairs]
+        lengths = list(map(pair_tokens, pairs))
+    else:
+        # Padded: two rows for each pair, both as wide as the longer of the two sequences.
+        lengths = [2 * (len(p.prompt_ids) + max(len(p.chosen_ids), len(p.rejected_ids))) for p in pairs]
+    return own_micro_batches(rank, lengths, config)
+
+
+def own_micro_batches(
+    rank: Rank, lengths: Sequence[int], config: SFTConfig | RewardConfig | DPOConfig
+) -> list[list[int]]:
+    """Return the micro-batches of `rank`, as indices of sequences, or of what else has these lengths."""
     return plan_ranks(lengths, rank.world_size, config.micro_batch_tokens, pack=config.packs)[rank.rank]
 
 
@@ -460,12 +536,17 @@ def accuracy_interval(gap_P: torch.Tensor, pairs: Sequence[PairExample]) -> dict
     if not pairs:
         return {"accuracy_low": math.nan, "accuracy_high": math.nan}
     correct = is_correct(gap_P).tolist()
-    found = win_rate(correct, confidence=0.95, groups=[group_of(pair) for pair in pairs])
+    found = win_rate(correct, confidence=0.95, groups=list(map(group_of, pairs)))
     return {"accuracy_low": found.low, "accuracy_high": found.high}
 
 
 def table_row(pair: PairExample) -> dict[str, Any]:
     """Return a pair as a row of the table of a skipped batch."""
-    sides = {"prompt_ids": pair.prompt_ids, "chosen_ids": pair.chosen_ids, "rejected_ids": pair.rejected_ids}
-    about = {"prompt": pair.prompt, "source": pair.source, "margin": pair.margin}
-    return {**about, **{name: str(list(ids)) for name, ids in sides.items()}}
+    return {
+        "prompt": pair.prompt,
+        "source": pair.source,
+        "margin": pair.margin,
+        "prompt_ids": str(list(pair.prompt_ids)),
+        "chosen_ids": str(list(pair.chosen_ids)),
+        "rejected_ids": str(list(pair.rejected_ids)),
+    }

@@ -22,14 +22,13 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import with_base_paths
 from rlhf_core.data.sources import model_digest
 from rlhf_core.errors import GateFailed, InputError
-from rlhf_core.executors.events import Events
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.attempt import run_attempt
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, open_artifacts
 from rlhf_core.storage.store import open_store
 from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
+from tests.support.attempts import attempt_with
 from tests.support.other_host import Elsewhere
 
 KEY = "0" * 16
@@ -58,7 +57,7 @@ class Attempt:
             end(context)
             return StageResult({})
 
-        return run_attempt(StageSpec("sft", KEY, self.config), Events(None), function=stage)
+        return attempt_with(stage, StageSpec("sft", KEY, self.config))
 
     def _train(self, context: StageContext) -> None:
         assert isinstance(context.nodes, ClusterNodes) and context.monitor is not None
@@ -121,7 +120,7 @@ def test_a_base_model_from_a_bucket_is_counted(attempt: Attempt, tmp_path: Path)
         return StageResult({})
 
     spec = StageSpec("sft", KEY, config, sources={"model": model_digest(path, None)})
-    run_attempt(spec, Events(None), function=stage)
+    attempt_with(stage, spec)
     assert found == [1002]
 
 
@@ -164,7 +163,7 @@ def test_a_job_fetches_what_its_stage_reads_of_a_base_model(
         return StageResult({})
 
     spec.write(tmp_path / "spec.json")
-    run_attempt(StageSpec.read(tmp_path / "spec.json"), Events(None), function=function)
+    attempt_with(function, StageSpec.read(tmp_path / "spec.json"))
     [own] = found
     assert own.relative_to(tmp_path / "home" / "cache") == Path(path).relative_to(tmp_path / "flow" / "cache")
     assert (own / "config.json").exists() and (own / "model.safetensors").exists() == has_weights

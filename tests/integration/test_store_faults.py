@@ -45,6 +45,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.stopping import EXIT_STOPPED
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.integration.faulty_proxy import Fault, FaultyProxy, faulty_proxy
+from tests.support.attempts import attempt_with
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
 
@@ -292,13 +293,13 @@ def test_expired_credentials_exit_with_3_and_lose_nothing(
     with pytest.raises(
         StoreError, match=r"expired.*check the credentials.*the same command uploads it"
     ) as caught:
-        run.run_attempt(spec, Events(None), function=stage)
+        attempt_with(stage, spec)
     assert caught.value.exit_code == 3
     direct = Store(url, s3_server.endpoint)
     assert ArtifactStore(direct, tmp_path / "eyes").find("data", "k") is None
 
     proxy.restart(lambda n: "")
-    ref = run.run_attempt(spec, Events(None), function=stage)
+    ref = attempt_with(stage, spec)
     assert ref.metrics == {"rows": 2.0}
     eyes = ArtifactStore(direct, tmp_path / "eyes")
     assert eyes.find("data", "k") == ref and (eyes.fetch(ref) / "rows.json").read_text() == "[1, 2]"

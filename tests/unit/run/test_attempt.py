@@ -22,15 +22,14 @@ import pytest
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
-from rlhf_core.executors.events import Events
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.shape import shape_from_config, tiny_shape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.checkpoints import checkpoint_bytes
-from rlhf_core.run.attempt import run_attempt
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
+from tests.support.attempts import attempt_with
 from tests.support.claims import claim
 from tests.support.corruption import set_versions
 
@@ -73,7 +72,7 @@ class Attempt:
             (context.output / "numbers.json").write_text("{}")
             return StageResult({})
 
-        return run_attempt(StageSpec(self.stage, KEY, self.config, until=until), Events(None), function=stage)
+        return attempt_with(stage, StageSpec(self.stage, KEY, self.config, until=until))
 
     def saved(self) -> list[str]:
         """Checkpoints of which there is any file."""
@@ -117,7 +116,7 @@ def test_the_claim_names_what_the_stage_reads(tmp_path: Path) -> None:
     )
     key = "2" * 16
     spec = StageSpec("sft", key, config, {"data": data})
-    run_attempt(spec, Events(None), function=lambda _config, _context: StageResult({}))
+    attempt_with(lambda _config, _context: StageResult({}), spec)
     claim = observe(attempt.store, [key])[key]
     assert claim.inputs == frozenset({f"data/{data.key}", f"ppo/{'1' * 16}"})
 

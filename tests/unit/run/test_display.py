@@ -63,7 +63,7 @@ def test_progress_is_logged_rarely_and_with_the_time_left(
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     caplog.set_level(logging.INFO, logger="rlhf_core.run.display")
-    lines = Lines(seconds=15.0)
+    lines = Lines()
     for done in range(1, 101):
         lines.event(
             "ppo",

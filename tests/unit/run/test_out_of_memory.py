@@ -16,10 +16,9 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import OutOfMemory
-from rlhf_core.executors.events import Events
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.run.attempt import run_attempt
+from tests.support.attempts import attempt_with
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +46,7 @@ def test_message_names_settings_to_lower(stage: StageName, tmp_path: Path) -> No
 
     spec = spec_of(stage, tmp_path)
     with pytest.raises(OutOfMemory) as caught:
-        run_attempt(spec, Events(None), function=full)
+        attempt_with(full, spec)
     assert_advice(caught.value.message, spec)
 
 
@@ -55,6 +54,7 @@ ABORTS = """
 import sys, time
 from pathlib import Path
 from rlhf_core.errors import classified
+from rlhf_core.pipeline import Stage
 from rlhf_core.run.attempt import run_attempt
 from rlhf_core.executors.events import Events
 from rlhf_core.executors.spec import StageSpec
@@ -62,7 +62,8 @@ from rlhf_core.executors.spec import StageSpec
 def full(config, context):
     context.monitor.abort(classified(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")))
 
-run_attempt(StageSpec.read(Path(sys.argv[1])), Events(1), function=full)
+Stage.load = lambda row: full
+run_attempt(StageSpec.read(Path(sys.argv[1])), Events(1))
 """
 
 

@@ -320,7 +320,7 @@ def test_only_a_flow_without_a_waiting_user_retries_the_store_for_the_configured
         with pytest.raises(StoreUnavailable, match=r"in ([2-9]|\d\d+) tries over"):
             load_and_check(str(file), [])
         with pytest.raises(StoreUnavailable, match=r"in 1 tries over"):
-            reuse_or_check(str(file), [], retry_store=True)
+            reuse_or_check(str(file), [])
 
 
 def test_flow_reuses_the_check_of_its_command(tmp_path: Path) -> None:
