@@ -27,8 +27,7 @@ from typing import Any
 from rlhf_core.errors import InputError
 from rlhf_core.system.files import TEMPORARY, replacing
 from rlhf_core.tracking.also import Copies
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name
-from rlhf_core.tracking.mlflow_errors import describe_failure
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, describe_failure
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from rlhf_core.storage.artifacts import parse_artifact_address
 from rlhf_core.storage.inventory import ArtifactName
 from rlhf_core.tracking.champion_log import Move, read_log, without_logs
 from rlhf_core.tracking.champions import WEIGHTS, registry_errors, revocation
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
-from rlhf_core.tracking.mlflow_errors import UnusableAnswer
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, UnusableAnswer
 
 _KEY = re.compile(r"rlhf\.([a-z]+)\.key")
 """Tag of a version with the key of one of its artifacts."""
