@@ -5,7 +5,7 @@ An artifact is deleted if all of this holds:
 
 - it has weights, and its stage is not `data`;
 - it is older than the given age;
-- no version needs it that is or was champion or has an alias (`retained`), and the registry knows
+- no version needs it that is or was champion or has an alias (`prune.retained`), and the registry knows
   the versions of all registrations that it led to;
 - no attempt holds its key, and no run, job or unfinished stage reads it;
 - no artifact that is kept for one of these reasons descends from it.
