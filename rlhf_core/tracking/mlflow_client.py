@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,8 +169,10 @@ class Mlflow:
             if existing.tags.get(_COLUMNS_TAG) != _COLUMNS:
                 self._client.set_experiment_tag(existing.experiment_id, _COLUMNS_TAG, _COLUMNS)
             return _identity(existing.experiment_id, "experiment")
-        database = sqlite_path(self.uri)
-        location = artifacts_of(database) if database else None
+        # A server decides where artifacts are. For a file, MLflow would use the folder of this process.
+        location = None
+        if database := sqlite_path(self.uri):
+            location = artifacts_of(database)
         try:
             # Without the tag, MLflow's pages open in the view for prompts and traces.
             tags = {
@@ -196,7 +198,7 @@ class Mlflow:
         text = " and ".join(f"tags.`{name}` = {_quoted(value)}" for name, value in tags.items())
         order = ["attributes.start_time ASC"]
         runs = self._client.search_runs([self.experiment_id], text, max_results=1, order_by=order)
-        return _state(runs[0]) if runs else None
+        return next(map(_state, runs), None)
 
     def has_run(self, run_id: str) -> bool:
         """Return whether this tracker has the run."""
@@ -220,7 +222,9 @@ class Mlflow:
 
         With `keep_end`, a run that was reopened keeps its earlier end time.
         """
-        end = self._client.get_run(run_id).info.end_time if keep_end else None
+        end = None
+        if keep_end:
+            end = self._client.get_run(run_id).info.end_time
         self._client.set_terminated(run_id, status, end_time=end)
 
     def tags(self, run_id: str) -> dict[str, str]:
@@ -321,7 +325,7 @@ class Mlflow:
     def model_tags(self, name: str) -> dict[str, str] | None:
         """Return the tags of a registered model; None if it does not exist."""
         model = _found(self._client.get_registered_model, name)
-        return None if model is None else dict(model.tags)
+        return model and dict(model.tags)
 
     def tag_model(self, name: str, tags: Mapping[str, str]) -> None:
         """Set or change tags of a registered model."""
@@ -330,13 +334,8 @@ class Mlflow:
 
     def all_model_names(self) -> list[str]:
         """Return the names of all registered models."""
-        names, token = [], None
-        while True:
-            page = self._client.search_registered_models(max_results=_MODELS_PER_CALL, page_token=token)
-            names += [model.name for model in page]
-            token = page.token
-            if not token:
-                return names
+        search = self._client.search_registered_models
+        return [model.name for model in _all_pages(search, max_results=_MODELS_PER_CALL)]
 
     def aliases(self, name: str) -> dict[str, str]:
         """Return the versions of a registered model, which must exist, by their aliases."""
@@ -350,21 +349,18 @@ class Mlflow:
         """
         # MLflow's search language has no escape for quotes. In a pattern, `_` is any character.
         pattern = re.sub(r"['\\]", "_", name)
-        text = f"name = '{name}'" if pattern == name else f"name LIKE '{pattern}'"
+        text = f"name = '{name}'"
+        if pattern != name:
+            text = f"name LIKE '{pattern}'"
         if tag is not None:
             text += f" and tags.`{tag}` LIKE '%'"
-        found, token = [], None
-        while True:
-            page = self._client.search_model_versions(text, max_results=200, page_token=token)
-            found += [_version(entry) for entry in page if entry.name == name]
-            token = page.token
-            if not token:
-                return found
+        found = _all_pages(self._client.search_model_versions, text, max_results=200)
+        return [_version(entry) for entry in found if entry.name == name]
 
     def version(self, name: str, number: str) -> ModelVersion | None:
         """Return a version of a registered model; None if it does not exist."""
         entry = _found(self._client.get_model_version, name, number)
-        return None if entry is None else _version(entry)
+        return entry and _version(entry)
 
     def create_version(
         self, name: str, *, source: str, run_id: str | None, tags: Mapping[str, str], description: str
@@ -392,7 +388,9 @@ class Mlflow:
         """Return the version that has the alias, or None."""
         # `get_model_version_by_alias` has the same error for a missing alias as for an invalid name.
         version = self.aliases(name).get(alias)
-        return None if version is None else _version(self._client.get_model_version(name, version))
+        if version is None:
+            return None
+        return _version(self._client.get_model_version(name, version))
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
         """Move the alias to `version`."""
@@ -414,6 +412,17 @@ def _found(get: Callable[..., Any], *identity: str) -> Any:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
+
+
+def _all_pages(search: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Any]:
+    """Yield all results of a search, which MLflow returns in pages."""
+    token = None
+    while True:
+        page = search(*arguments, **options, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
 
 
 def _version(entry: Any) -> ModelVersion:

@@ -99,10 +99,6 @@ class Spool:
         with replacing(self._target(path), create_folder=False) as temporary:
             shutil.copyfile(source, temporary)
 
-    def add_text(self, text: str, path: str) -> None:
-        """Add a text file, to be sent as `path`."""
-        self.add_bytes(text.encode(), path)
-
     def add_bytes(self, data: bytes, path: str) -> None:
         """Add a file with this content, to be sent as `path`."""
         with replacing(self._target(path), create_folder=False) as temporary:
@@ -249,7 +245,7 @@ class StageRun:
             "data": [[_plain(row.get(column)) for column in columns] for row in rows],
         }
         with self._lock:
-            self._spool.add_text(json.dumps(table, ensure_ascii=False), f"{_TABLES}/{name}.json")
+            self._spool.add_bytes(json.dumps(table, ensure_ascii=False).encode(), f"{_TABLES}/{name}.json")
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Log a matplotlib figure as `plots/{name}.png`."""
