@@ -153,7 +153,7 @@ class RewardComposer:
         with ExitStack() as started:
             for source in sources:
                 name = source_name(source)
-                digest = None if digests is None else digests.get(name)
+                digest = (digests or {}).get(name)
                 if isinstance(source, PythonReward):
                     self._external[name] = PythonFunction(source, digest)
                 elif isinstance(source, RemoteReward):

@@ -215,11 +215,9 @@ def open_store(config: PipelineConfig) -> Store:
 
 
 def _open(url: str, endpoint: str | None, retry_seconds: float, s3_limits: S3Limits) -> Backend:
-    problem = store_url_problem(url)
-    if problem is not None:
+    if problem := store_url_problem(url):
         raise ConfigError(f"store.url: {problem}")
-    problem = None if endpoint is None else endpoint_problem(endpoint)
-    if problem is not None:
+    if endpoint is not None and (problem := endpoint_problem(endpoint)):
         raise ConfigError(f"store.endpoint: {problem}")
     if url.startswith("s3://"):
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
@@ -279,16 +277,13 @@ def check_storage(config: PipelineConfig) -> Iterator[Finding]:
     written to. `Store.check` later writes to it.
     """
     endpoints = {"store.endpoint": config.store.endpoint, "AWS_ENDPOINT_URL_S3": s3_endpoint(None)}
-    problem = None if config.store.url is None else store_url_problem(config.store.url)
-    if problem is not None:
+    if config.store.url is not None and (problem := store_url_problem(config.store.url)):
         yield ConfigError(f"store.url: {problem}")
     for name, endpoint in endpoints.items():
-        problem = None if endpoint is None else endpoint_problem(endpoint)
-        if problem is not None:
+        if endpoint is not None and (problem := endpoint_problem(endpoint)):
             yield ConfigError(f"{name}: {problem}")
     folder = config.store_folder
-    problem = None if folder is None else unwritable(folder)
-    if problem is not None:
+    if folder is not None and (problem := unwritable(folder)):
         yield ConfigError(
             f"store.url: the folder {shown(str(folder), limit=200)} cannot be used: {problem}; choose another"
         )

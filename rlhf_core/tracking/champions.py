@@ -270,7 +270,9 @@ def _set(mlflow: Mlflow, model: str, version: str | None) -> None:
 
 def number_of(version: ModelVersion | None) -> str | None:
     """Return the number of a version; None for no version."""
-    return version and version.version
+    if version is None:
+        return None
+    return version.version
 
 
 def named(number: str | None, none: str = "none") -> str:
@@ -389,10 +391,10 @@ def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVer
     """Return a version by its number or alias. Raises InputError if there is none."""
     with registry_errors(mlflow, f"find {model}@{wanted}"):
         _require_model(mlflow, model)
-        find = mlflow.by_alias
         if _NUMBER.fullmatch(wanted):
-            find = mlflow.version
-        found = find(model, wanted)
+            found = mlflow.version(model, wanted)
+        else:
+            found = mlflow.by_alias(model, wanted)
         if found is not None:
             return found
         numbers = sorted((each.version for each in mlflow.versions(model)), key=int)

@@ -56,7 +56,9 @@ class Finding:
         """
         if self.drift.value is None:
             return "not measured"
-        value = self.drift.value if self.drift.low is None else self.drift.low
+        value = self.drift.value
+        if self.drift.low is not None:
+            value = self.drift.low
         if self.stop is not None and value > self.stop:
             return "stop"
         if self.warn is not None and value > self.warn:
@@ -72,7 +74,7 @@ class Finding:
         value = f"{drift.label} {drift.value:.3g}{_interval(drift)} ({drift.place})"
         if state == "ok":
             return value
-        limit = self.stop if state == "stop" else self.warn
+        limit = {"stop": self.stop, "warn": self.warn}[state]
         return f"{value}, above drift.{state}.{drift.measure}={limit:g}"
 
 
@@ -202,14 +204,17 @@ def _request(
         note = "models run on a cluster, and drift is measured on the host of the flow"
     elif run.artifacts.config(reward)["reward"]["deepspeed"]["zero_stage"] == 3:
         note = "the champion's reward model was trained with ZeRO-3, so one device may be too small for it"
-    measured = reward if not note else None
+    reward_model, accuracy = None, 0.0
+    if not note and reward is not None:
+        reward_model = str(run.artifacts.fetch(reward) / "model")
+        accuracy = reward.metrics["accuracy"]
     return DriftRequest(
         config=run.config.model_dump(mode="json", by_alias=True),
         champion=name,
         champion_data=str(old),
         data=str(new),
-        reward_model=None if measured is None else str(run.artifacts.fetch(measured) / "model"),
-        accuracy=0.0 if measured is None else measured.metrics["accuracy"],
+        reward_model=reward_model,
+        accuracy=accuracy,
         note=note,
         result=str(result),
     )
@@ -274,10 +279,7 @@ def drift_markdown(found: Sequence[Finding], champion: str) -> str:
         champion: Name of the version whose data the new data are compared with.
     """
     states = {finding.state for finding in found}
-    verdict = "ok"
-    for state in ("warn", "stop"):
-        if state in states:
-            verdict = state
+    verdict = next((state for state in ("stop", "warn") if state in states), "ok")
     lines = [
         f"# Data drift: {verdict}",
         "",
