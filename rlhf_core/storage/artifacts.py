@@ -133,7 +133,7 @@ class ArtifactStore:
         return self._find_exactly(kind, key, tags.get(f"rlhf.{kind}.digest"))
 
     def _find_exactly(self, kind: StageName, key: str, digest: str | None) -> ArtifactRef | None:
-        # A stage can have been made again with other bits, under the same key.
+        # A stage that was made again can have other bits under the same key.
         ref = self.find(kind, key)
         if ref is None or ref.digest != digest:
             return None

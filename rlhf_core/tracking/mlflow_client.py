@@ -196,6 +196,7 @@ class Mlflow:
     def find_run(self, tags: Mapping[str, str]) -> RunState | None:
         """Return the oldest run with all these tags, or None."""
         text = " and ".join(f"tags.`{name}` = {_quoted(value)}" for name, value in tags.items())
+        # Two processes may have created one each. Both agree on the older one.
         order = ["attributes.start_time ASC"]
         runs = self._client.search_runs([self.experiment_id], text, max_results=1, order_by=order)
         return next(map(_state, runs), None)
@@ -235,6 +236,7 @@ class Mlflow:
         """Set or change tags."""
         from mlflow.entities import RunTag
 
+        # One request for all: `set_tag` sends each alone.
         self._client.log_batch(
             run_id, tags=[RunTag(name, _short(value, _TAG_LENGTH)) for name, value in tags.items()]
         )
@@ -374,6 +376,7 @@ class Mlflow:
             tags: Tags of the version.
             description: Text for MLflow's page.
         """
+        # Not awaited: no file is copied, so that the version is ready at once.
         entry = self._client.create_model_version(
             name, source, run_id=run_id, tags=dict(tags), description=description, await_creation_for=0
         )
