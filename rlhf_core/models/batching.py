@@ -137,12 +137,17 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = Fal
     if pack:
         borders = tuple(accumulate(map(len, sequences), initial=0))
         borders_S = torch.tensor(borders, dtype=torch.int32)
-        input_ids = torch.tensor([[token for sequence in sequences for token in sequence.input_ids]])
-        positions = torch.tensor([[p for sequence in sequences for p in range(len(sequence))]])
+        row: list[int] = []
+        row_positions: list[int] = []
+        for sequence in sequences:
+            row += sequence.input_ids
+            row_positions += range(len(sequence))
+        input_ids = torch.tensor([row])
+        positions = torch.tensor([row_positions])
     else:
         input_ids = torch.full((len(sequences), width), pad_id)
-        for row, sequence in enumerate(sequences):
-            input_ids[row, : len(sequence)] = torch.tensor(sequence.input_ids)
+        for index, sequence in enumerate(sequences):
+            input_ids[index, : len(sequence)] = torch.tensor(sequence.input_ids)
     return TokenBatch(
         input_ids,
         positions,

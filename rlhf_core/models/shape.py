@@ -147,11 +147,11 @@ class ModelShape:
                 f" {', '.join(sorted(unknown))}"
             )
         wanted = targets or self.linear_layers
-        return sum(
-            layers * r * (inputs + outputs)
-            for name, layers, inputs, outputs in self._modules
-            if name in wanted
-        )
+        parameters = 0
+        for name, layers, inputs, outputs in self._modules:
+            if name in wanted:
+                parameters += layers * r * (inputs + outputs)
+        return parameters
 
     @cached_property
     def linear_parameters(self) -> int:

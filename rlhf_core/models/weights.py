@@ -135,10 +135,9 @@ def left_out(folder: Path | str, revision: str | None = None) -> dict[str, float
     if not entries:
         return {}
     parts = sorted({name.removeprefix("model.").partition(".")[0] for name in entries})
-    size = sum(
-        math.prod(entry["shape"]) * FLOATING.get(entry["dtype"], torch.uint8).itemsize
-        for entry in entries.values()
-    )
+    size = 0
+    for entry in entries.values():
+        size += math.prod(entry["shape"]) * FLOATING.get(entry["dtype"], torch.uint8).itemsize
     log.warning(
         "only the text part of %s is trained and served; %s (%d tensors, %.1f MiB) are left out",
         folder, ", ".join(parts), len(entries), size / 2**20,
@@ -280,9 +279,10 @@ def refuse_non_finite(folder: Path | str, model: torch.nn.Module, of_shards: Seq
     `of_shards` names those that were found before they were sharded.
     """
     # Sharded parameters are empty here and count as finite.
-    wrong = [
-        name for name, tensor in model.state_dict().items() if name in of_shards or not is_finite(tensor)
-    ]
+    wrong = []
+    for name, tensor in model.state_dict().items():
+        if name in of_shards or not is_finite(tensor):
+            wrong.append(name)
     if wrong:
         precision = str(next(model.parameters()).dtype).removeprefix("torch.")
         raise ModelError(

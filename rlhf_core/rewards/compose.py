@@ -173,9 +173,9 @@ class RewardComposer:
         masked (NaN), with a warning. Raises `RewardError` for failures that `on_error` does not mask.
         """
         usage: dict[str, dict[str, float]] = {}
-        by_source = {
-            source_name(source): self._raw(source, batch, model_scores, usage) for source in self._sources
-        }
+        by_source = {}
+        for source in self._sources:
+            by_source[source_name(source)] = self._raw(source, batch, model_scores, usage)
         return RewardBatch(self.total(by_source, len(batch)), by_source, usage)
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:

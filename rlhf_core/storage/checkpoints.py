@@ -498,6 +498,8 @@ def _made_with() -> dict[str, str]:
 
 def _changes(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
     """Return `name then -> now`, by name, for each value of `then` that differs in `now`."""
-    return {
-        name: f"{name} {value} -> {now.get(name)}" for name, value in then.items() if value != now.get(name)
-    }
+    changes = {}
+    for name, value in then.items():
+        if value != now.get(name):
+            changes[name] = f"{name} {value} -> {now.get(name)}"
+    return changes
