@@ -98,23 +98,20 @@ class Evaluation:
         verdicts.
         """
         own = results_of(content, policy)
-        win_rate, verdicts = own.get("win_rate"), own.get("verdicts")
-        if win_rate is None or verdicts is None:
+        win_rate, verdicts = _mean(own.get("win_rate")), own.get("verdicts")
+        if win_rate is None or not isinstance(verdicts, Mapping):
             raise RLHFError(
                 "evaluation.json has no win_rate.mean or no verdicts; the evaluate stage must be run again."
             )
         judge, prompts = content.get("judge"), content.get("prompts", 0)
-        grouped_prompts = 0
-        if sum(verdicts.values()) < prompts:
-            grouped_prompts = prompts
         return cls(
-            win_rate=float(win_rate["mean"]),
+            win_rate=win_rate,
             **verdicts,
             judge=judge,
             judge_digest=content.get("judge_digests", {}).get(judge),
             judge_trained_on=bool(own.get("judge_trained_on")),
             regression=regression_differences(content.get("regression") or {}, policy),
-            grouped_prompts=grouped_prompts,
+            grouped_prompts=prompts if sum(verdicts.values()) < prompts else 0,
         )
 
     def to_json(self) -> str:
@@ -185,6 +182,13 @@ class Match:
     grouped_prompts: int = 0
     """Number of prompts, if `prompts` is that of fewer groups of them; else 0."""
 
+    @property
+    def smaller_log_evidence(self) -> float:
+        """The smaller of `log_evidence` and `away_log_evidence`, if the champion's reward model judged."""
+        if self.away_win_rate is None:
+            return self.log_evidence
+        return min(self.log_evidence, self.away_log_evidence)
+
     def digest(self, prompts: int) -> str | None:
         """Return the digest of the first prompts or groups and their outcomes; None if there are fewer."""
         if prompts > len(self.outcomes):
@@ -224,7 +228,7 @@ class Decision:
     @property
     def text(self) -> str:
         """Reason and advice."""
-        return "; ".join(filter(None, [self.reason, self.advice]))
+        return f"{self.reason}; {self.advice}" if self.advice else self.reason
 
 
 def decide(
@@ -249,9 +253,7 @@ def decide(
     if champion is None:
         return _first(candidate, gate, level)
     if not isinstance(match, Match):
-        why = "it was not run"
-        if match is not None:
-            why = match.reason
+        why = match.reason if match else "it was not run"
         text = (
             f"there is no match against the champion ({why}), and numbers of other prompts are not compared"
         )
@@ -307,10 +309,8 @@ def _by_match(
         f"{units(match.prompts, match.grouped_prompts, 'held-out prompts')}"
     )
     if match.judge:
-        words += f" (judge: {match.judge.replace('_', ' ')}"
-        if candidate.judge_trained_on:
-            words += ", which the policy was trained on"
-        words += ")"
+        trained = ", which the policy was trained on" if candidate.judge_trained_on else ""
+        words += f" (judge: {match.judge.replace('_', ' ')}{trained})"
     if controlled := match.length_controlled:
         mean, low, high = (controlled[name] for name in ("mean", "low", "high"))
         words += f", length-controlled {mean:.3f} [{low:.3f}, {high:.3f}]"
@@ -328,14 +328,11 @@ def _by_match(
     if match.away_win_rate is not None:
         text += f", and {_evidence(match.away_log_evidence)} by the champion's reward model,"
     text += f" of the {1 / level:.3g} needed (level {level:.2g}, register.alpha={gate.alpha:g} in a year)"
-    lacking = ""
-    if match.log_evidence < -math.log(level):
-        lacking = "match"
-    elif match.away_win_rate is not None and match.away_log_evidence < -math.log(level):
-        lacking = "away"
-    if lacking:
+    if match.smaller_log_evidence < -math.log(level):
+        is_own = match.log_evidence < -math.log(level)
+        rule = "match" if is_own else "away"
         advice = _more_prompts(_needed_by_both(match, level), match.grouped_prompts)
-        return Decision(False, lacking, text, tested=True, advice=advice)
+        return Decision(False, rule, text, tested=True, advice=advice)
     # The evidence is its maximum over the prompts, so that the match can be lost in the end.
     if match.win_rate <= 0.5:
         text += "; the candidate must win more than half of the match"
@@ -354,13 +351,9 @@ def _needed_by_both(match: Match, level: float) -> int | None:
     judges = [(match.win_rate, match.prompts - match.wins - match.losses)]
     if match.away_win_rate is not None:
         judges.append((match.away_win_rate, match.away_ties))
-    most = 0
-    for rate, ties in judges:
-        number = _needed(prompts_for_evidence, rate, match.prompts, ties, level)
-        if number is None:
-            return None
-        most = max(most, number)
-    return most
+    numbers = [_needed(prompts_for_evidence, rate, match.prompts, ties, level) for rate, ties in judges]
+    known = [number for number in numbers if number is not None]
+    return max(known) if len(known) == len(numbers) else None
 
 
 def _needed(
@@ -381,9 +374,7 @@ def _needed(
     if not decided:
         return None
     number = without_ties((rate * prompts - ties / 2) / decided, level)
-    if number is None:
-        return None
-    return math.ceil(number * prompts / decided)
+    return None if number is None else math.ceil(number * prompts / decided)
 
 
 def _more_prompts(needed: int | None, grouped_prompts: int) -> str:
@@ -392,9 +383,7 @@ def _more_prompts(needed: int | None, grouped_prompts: int) -> str:
     """
     if needed is None:
         return f"at this win rate no number of prompts is enough; {_BETTER}"
-    unit = "prompts"
-    if grouped_prompts:
-        unit = "groups of prompts"
+    unit = "groups of prompts" if grouped_prompts else "prompts"
     return (
         f"at this win rate about {needed:,} {unit} are needed: raise evaluate.prompts and data.max_eval, or"
         f" {_BETTER}"
@@ -413,9 +402,7 @@ def _with_votes(
     if regression:
         text += f"; regression sets passed: {', '.join(regression)}"
     if gate.votes_margin is not None and votes is None:
-        page = "rlhf review"
-        if rule == "match":
-            page += " --against champion"
+        page = "rlhf review --against champion" if rule == "match" else "rlhf review"
         text += "; register.votes_margin needs votes of people"
         return Decision(False, "votes", text, tested=True, advice=f"run `{page}`, then set register.votes")
     if gate.lost(votes):
@@ -459,3 +446,8 @@ def _judge_name(record: Evaluation) -> str:
     if record.judge is None:
         return "an unknown judge"
     return f"{record.judge.replace('_', ' ')} {(record.judge_digest or 'unknown')[:12]}"
+
+
+def _mean(value: Any) -> float | None:
+    mean = value.get("mean") if isinstance(value, Mapping) else None
+    return float(mean) if isinstance(mean, int | float) else None
