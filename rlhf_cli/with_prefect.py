@@ -24,9 +24,13 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
     """
     from flows.isolated import EMBEDDED, client_headers, isolate_prefect
     from rlhf_core.executors.environment import past_proxies
-    from rlhf_core.ops.servers.external import external_prefect_url, prefect_responds
     from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
-    from rlhf_core.ops.servers.servers import use_auth_string, use_servers
+    from rlhf_core.ops.servers.servers import (
+        external_prefect_url,
+        prefect_responds,
+        use_auth_string,
+        use_servers,
+    )
     from rlhf_core.system.environment import NO_TELEMETRY
 
     home = Home.of(config.run.home)

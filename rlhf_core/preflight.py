@@ -25,7 +25,7 @@ from rlhf_core.models.check import check_adapters, check_model, check_tensor_par
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_devices, check_disk, check_memory, small_model_rates
 from rlhf_core.rewards.check import check_rewards
-from rlhf_core.storage.check import check_storage
+from rlhf_core.storage.store import check_storage
 from rlhf_core.system.failpoints import is_well_formed
 from rlhf_core.system.files import unwritable
 from rlhf_core.system.home import home_problem

@@ -21,7 +21,7 @@ from rlhf_core.config.address import BaseModelAddress, base_of, is_hub_model
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ModelError
-from rlhf_core.models.shape import ModelShape, shape_from_config, text_settings, tiny_shape
+from rlhf_core.models.shape import ModelShape, shape_from_config, size_of, text_settings, tiny_shape
 from rlhf_core.system.files import (
     LFS_POINTER,
     UnfitFile,
@@ -75,8 +75,7 @@ class ModelFolder:
     @property
     def attention_heads(self) -> int | None:
         """Number of attention heads, or None if config.json does not have it."""
-        heads = self.text_config.get("num_attention_heads")
-        return heads if type(heads) is int and heads > 0 else None
+        return size_of(self.text_config, "num_attention_heads") or None
 
     @property
     def head_size(self) -> int | None:
@@ -129,7 +128,9 @@ class ModelFolder:
                 " the index of the shards"
             )
         pickled = [file.name for kind in ("*.bin", "*.pt", "*.pth") for file in self.root.glob(kind)]
-        contents = f"only {pickled[0]}, whose loading can run code" if pickled else "no weights"
+        contents = "no weights"
+        if pickled:
+            contents = f"only {pickled[0]}, whose loading can run code"
         return ModelError(
             f"model.path: {self.root} has {contents}; give model.safetensors, or shards with their index"
         )
@@ -197,7 +198,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
         content = json.loads(read_bounded(file, _JSON_LIMIT))
     except FileNotFoundError as error:
         # A link into a cache that was cleaned: its target is more useful than "has no config.json".
-        reason = str(error) if file.is_symlink() else f"{file.parent} has no {file.name}"
+        reason = f"{file.parent} has no {file.name}"
+        if file.is_symlink():
+            reason = str(error)
         raise UnreadableJSON(reason) from error
     except UnfitFile as error:
         raise UnreadableJSON(str(error)) from error

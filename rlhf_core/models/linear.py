@@ -138,5 +138,6 @@ def use_onednn(model: Any) -> Any:
     for module in model.modules():
         # Not isinstance: subclasses, such as those of bitsandbytes, compute in their own way.
         if type(module) is nn.Linear:
+            # Only the class changes, so that names, hooks and tied weights stay.
             module.__class__ = OneDNNLinear
     return model

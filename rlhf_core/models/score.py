@@ -71,7 +71,9 @@ class ScoreStatistics:
     def load(folder: Path) -> ScoreStatistics:
         """Read the stored statistics. A model without them, such as a critic, counts as normalised."""
         path = folder / _STATISTICS
-        return ScoreStatistics(**json.loads(path.read_text())) if path.is_file() else ScoreStatistics()
+        if not path.is_file():
+            return ScoreStatistics()
+        return ScoreStatistics(**json.loads(path.read_text()))
 
 
 class ScoreModel(nn.Module):
@@ -116,7 +118,7 @@ class ScoreModel(nn.Module):
         """
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
-        positions = batch.last_S if at == "last" else batch.select_N
+        positions = {"last": batch.last_S, "tokens": batch.select_N}[at]
         hidden = hidden_BLH.flatten(0, 1).index_select(0, positions)
         values: torch.Tensor = self.lm.score(hidden).squeeze(-1)
         return values * self._scale - self._offset
@@ -165,15 +167,10 @@ def load_score_model(
         from_causal = is_hub_model(str(folder)) or not is_classifier(Path(folder))
         config = model_config(folder, attention=attention, revision=revision, num_labels=1)
         options = {"dtype": DTYPES[dtype], **loading_options(quantize, DTYPES[dtype], device)}
-        new = (_HEAD,) if from_causal else ()
+        if from_causal:
+            options["new"] = (_HEAD,)
         model = load_pretrained(
-            AutoModelForSequenceClassification,
-            folder,
-            config,
-            revision=revision,
-            new=new,
-            shards=shards,
-            **options,
+            AutoModelForSequenceClassification, folder, config, revision=revision, shards=shards, **options
         )
     if not hasattr(model, "score") or not hasattr(model, "model"):
         raise ModelError(

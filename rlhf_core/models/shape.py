@@ -147,11 +147,11 @@ class ModelShape:
                 f" {', '.join(sorted(unknown))}"
             )
         wanted = targets or self.linear_layers
-        return sum(
-            layers * r * (inputs + outputs)
-            for name, layers, inputs, outputs in self._modules
-            if name in wanted
-        )
+        parameters = 0
+        for name, layers, inputs, outputs in self._modules:
+            if name in wanted:
+                parameters += layers * r * (inputs + outputs)
+        return parameters
 
     @cached_property
     def linear_parameters(self) -> int:
@@ -253,14 +253,14 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         # Files of the hub leave out what is a default of the class, such as the heads of Gemma 3.
         written = with_defaults(written)
     if not _has_sizes(written):
-        missing = [name for name in (*_REQUIRED, "intermediate_size") if not _size(written, name)]
+        missing = [name for name in (*_REQUIRED, "intermediate_size") if not size_of(written, name)]
         raise ModelError(
             f"config.json: {', '.join(missing)} must be integers above 0; use a decoder-only architecture, or"
             " `rlhf run`, which does not need the memory of a model"
         )
     family = str(written.get("model_type", "llama"))
-    hidden, layers, heads = (_size(written, name) for name in _REQUIRED[:3])
-    experts, dense = _experts(written), _size(written, *_OF_A_DENSE_LAYER)
+    hidden, layers, heads = (size_of(written, name) for name in _REQUIRED[:3])
+    experts, dense = _experts(written), size_of(written, *_OF_A_DENSE_LAYER)
     active = 0 if experts is None else experts.active * experts.intermediate + experts.shared
     linear = _linear_attention(written)
     attention_bias = bool(written.get("attention_bias", False))
@@ -269,9 +269,9 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         intermediate=max(active, dense if experts is None or experts.layers < layers else 0),
         layers=layers,
         heads=heads,
-        kv_heads=_size(written, "num_key_value_heads") or heads,
-        head_dim=_size(written, "head_dim") or hidden // heads,
-        vocabulary=_size(written, "vocab_size"),
+        kv_heads=size_of(written, "num_key_value_heads") or heads,
+        head_dim=size_of(written, "head_dim") or hidden // heads,
+        vocabulary=size_of(written, "vocab_size"),
         # Defaults of each family, which its config.json often leaves out.
         tied=bool(written.get("tie_word_embeddings", family.startswith("gemma"))),
         qkv_bias=attention_bias or family.startswith("qwen2"),
@@ -282,7 +282,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         dense=dense,
         experts=experts,
         linear_attention=linear,
-        per_layer=_size(written, "hidden_size_per_layer_input"),
+        per_layer=size_of(written, "hidden_size_per_layer_input"),
     )
 
 
@@ -313,26 +313,26 @@ def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_sizes(settings: Mapping[str, Any]) -> bool:
-    mlp = _size(settings, *_OF_AN_EXPERT)
-    return mlp > 0 and all(_size(settings, name) for name in _REQUIRED)
+    mlp = size_of(settings, *_OF_AN_EXPERT)
+    return mlp > 0 and all(size_of(settings, name) for name in _REQUIRED)
 
 
-def _size(settings: Mapping[str, Any], *names: str) -> int:
+def size_of(settings: Mapping[str, Any], *names: str) -> int:
     """Return the first of the fields that has an integer above 0, and 0 if none has."""
     found = (value for name in names if type(value := settings.get(name)) is int and value > 0)
     return next(found, 0)
 
 
 def _experts(settings: Mapping[str, Any]) -> Experts | None:
-    number, width = _size(settings, *_EXPERTS), _size(settings, *_OF_AN_EXPERT)
+    number, width = size_of(settings, *_EXPERTS), size_of(settings, *_OF_AN_EXPERT)
     if number < 2:
         return None
-    shared = _size(settings, "shared_expert_intermediate_size") or width * _size(settings, *_SHARED)
+    shared = size_of(settings, "shared_expert_intermediate_size") or width * size_of(settings, *_SHARED)
     if "intermediate_size_mlp" in settings:
         shared = width  # Llama 4 always has one shared expert
     elif settings.get("enable_moe_block"):
-        shared = _size(settings, "intermediate_size")  # Gemma 4 adds the experts to its MLP
-    layers = _size(settings, "num_hidden_layers")
+        shared = size_of(settings, "intermediate_size")  # Gemma 4 adds the experts to its MLP
+    layers = size_of(settings, "num_hidden_layers")
     kinds, indices = settings.get("mlp_layer_types"), settings.get("moe_layers")
     if isinstance(kinds, list):
         layers = kinds.count("sparse")
@@ -340,18 +340,18 @@ def _experts(settings: Mapping[str, Any]) -> Experts | None:
         layers = len(indices)
     else:
         only_mlp = settings.get("mlp_only_layers") or []
-        layers = (layers - _size(settings, "first_k_dense_replace")) // (_size(settings, *_EVERY) or 1)
+        layers = (layers - size_of(settings, "first_k_dense_replace")) // (size_of(settings, *_EVERY) or 1)
         layers -= len(only_mlp)
-    return Experts(number, _size(settings, *_ACTIVE) or 1, width, shared, layers)
+    return Experts(number, size_of(settings, *_ACTIVE) or 1, width, shared, layers)
 
 
 def _linear_attention(settings: Mapping[str, Any]) -> LinearAttention | None:
-    kinds, heads = settings.get("layer_types"), _size(settings, "linear_num_value_heads")
+    kinds, heads = settings.get("layer_types"), size_of(settings, "linear_num_value_heads")
     if not isinstance(kinds, list) or not heads:
         return None
-    key = _size(settings, "linear_num_key_heads") * _size(settings, "linear_key_head_dim")
-    value = heads * _size(settings, "linear_value_head_dim")
-    kernel = _size(settings, "linear_conv_kernel_dim") or 4
+    key = size_of(settings, "linear_num_key_heads") * size_of(settings, "linear_key_head_dim")
+    value = heads * size_of(settings, "linear_value_head_dim")
+    kernel = size_of(settings, "linear_conv_kernel_dim") or 4
     return LinearAttention(key, value, heads, kernel, kinds.count("linear_attention"))
 
 

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.errors import ModelError
+from rlhf_core.models.architectures import OTHER_MODEL
 from rlhf_core.models.folder import ModelFolder, text_tensors
 
 _COMPARED_ROWS = 4096
@@ -74,30 +75,16 @@ def load_tensors(
         )
     local = local_folder(folder, revision)
     # A mapped file counts as address space of the process as a whole, but processes share its pages.
-    backend = "mmap" if shards is None else "pread"
+    backend = "pread"
+    if shards is None:
+        backend = "mmap"
     tensors = text_tensors(open_tensors(ModelFolder(local).weight_files(), backend))
-    # The auto class itself needs a path.
-    kind = auto._model_mapping.get(type(config), None)
-    if kind is None:
-        raise ModelError(
-            f"model.path: {folder}: transformers has no {auto.__name__} of the type {config.model_type};"
-            " use another model (docs/architectures.md has a table)"
-        )
     with ExitStack() as stack:
         not_finite: list[tuple[nn.Module, str]] = []
         if shards is not None:
             stack.enter_context(_one_tensor_at_a_time())
             not_finite = stack.enter_context(_cutting(shards, dtype))
-        model, info = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            attn_implementation=config._attn_implementation,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # all of them are reported together by the caller
-            **options,
-        )
+        model, info = from_tensors(auto, folder, config, tensors, dtype=dtype, **options)
     refuse_different_ties(folder, model, tensors)
     # Without a path, transformers does not read this file.
     if model.can_generate() and (local / "generation_config.json").is_file():
@@ -106,6 +93,31 @@ def load_tensors(
         model.generation_config = GenerationConfig.from_pretrained(local)
     modules = {id(module): name for name, module in model.named_modules()}
     return model, info, [f"{modules.get(id(module), '?')}.{name}" for module, name in not_finite]
+
+
+def from_tensors(
+    auto: Any, folder: Path | str, config: Any, tensors: Mapping[str, Any], **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model of `tensors`, and the loading info of transformers. Other arguments are as for
+    `load_tensors`.
+    """
+    # The auto class itself needs a path.
+    kind = auto._model_mapping.get(type(config), None)
+    if kind is None:
+        raise ModelError(
+            f"model.path: {folder}: transformers has no {auto.__name__} of the type {config.model_type};"
+            f" {OTHER_MODEL}"
+        )
+    model, info = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=tensors,
+        attn_implementation=config._attn_implementation,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # all of them are reported together by the callers
+        **options,
+    )
+    return model, info
 
 
 def open_tensors(files: Sequence[Path], backend: str = "pread") -> dict[str, Any]:
@@ -183,15 +195,10 @@ def refuse_different_ties(folder: Path | str, model: Any, tensors: Mapping[str, 
     # Not `all_tied_weights_keys`, from which transformers has removed those that it found to be different.
     for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if target in tensors and source in tensors and not _equal(tensors[target], tensors[source]):
-            raise different_ties(folder, target, source)
-
-
-def different_ties(folder: Path | str, target: str, source: str) -> ModelError:
-    """Return the error for tied parameters of which the files have different values."""
-    return ModelError(
-        f"model.path: {folder}: config.json ties {target} to {source}, but the weights have different values"
-        " for them; set tie_word_embeddings to false in config.json"
-    )
+            raise ModelError(
+                f"model.path: {folder}: config.json ties {target} to {source}, but the weights have different"
+                " values for them; set tie_word_embeddings to false in config.json"
+            )
 
 
 def _equal(first: Any, second: Any) -> bool:

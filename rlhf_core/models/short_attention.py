@@ -50,10 +50,9 @@ def short_attention(
     at_once = max(1, most // q.shape[1] ** 2)
     function = _KernelForward if kernel else _Attention
     # torch declares Function.apply without types
-    parts: list[Tensor] = [
-        function.apply(*part, factor)  # type: ignore[no-untyped-call]
-        for part in zip(*(torch.split(x, at_once) for x in (q, k, v)), strict=True)
-    ]
+    parts: list[Tensor] = []
+    for part in zip(q.split(at_once), k.split(at_once), v.split(at_once), strict=True):
+        parts.append(function.apply(*part, factor))  # type: ignore[no-untyped-call]
     output = parts[0] if len(parts) == 1 else torch.cat(parts)
     return output.view(sequences, heads, *output.shape[1:]).transpose(1, 2)
 

@@ -25,6 +25,7 @@ from rlhf_core.models.folder import ModelFolder, text_tensors
 from rlhf_core.models.shape import text_settings
 from rlhf_core.models.sharded import (
     Shards,
+    from_tensors,
     is_finite,
     load_tensors,
     local_folder,
@@ -62,8 +63,10 @@ def model_errors(folder: Path | str) -> Iterator[None]:
         of_a_gpu = isinstance(error, torch.AcceleratorError) or "CUDA" in str(error)
         if of_a_gpu or isinstance(classified(error), OutOfMemory):
             raise
-        of_the_machine = _of_the_machine(error) or _of_the_machine(error.__cause__)
-        kind = InfrastructureError if of_the_machine else ModelError
+        kind: type[RLHFError] = ModelError
+        # The cause, because transformers raises an OSError of its own for errors of files and the network.
+        if _of_the_machine(error) or _of_the_machine(error.__cause__):
+            kind = InfrastructureError
         raise kind(
             f"model.path: cannot load a model from {folder}: {type(error).__name__}: {error}"
         ) from error
@@ -132,10 +135,9 @@ def left_out(folder: Path | str, revision: str | None = None) -> dict[str, float
     if not entries:
         return {}
     parts = sorted({name.removeprefix("model.").partition(".")[0] for name in entries})
-    size = sum(
-        math.prod(entry["shape"]) * FLOATING.get(entry["dtype"], torch.uint8).itemsize
-        for entry in entries.values()
-    )
+    size = 0
+    for entry in entries.values():
+        size += math.prod(entry["shape"]) * FLOATING.get(entry["dtype"], torch.uint8).itemsize
     log.warning(
         "only the text part of %s is trained and served; %s (%d tensors, %.1f MiB) are left out",
         folder, ", ".join(parts), len(entries), size / 2**20,
@@ -160,24 +162,12 @@ def check_headers(folder: Path, *, attention: str) -> None:
         entries = ModelFolder(folder).tensors
         if not entries:
             return  # the caller handles a folder without weights
-        empty = {
-            name: torch.empty(
-                entry["shape"], dtype=FLOATING.get(entry["dtype"], torch.float32), device="meta"
-            )
-            for name, entry in entries.items()
-        }
-        # The auto class itself needs a path.
-        kind = AutoModelForCausalLM._model_mapping[type(config)]
-        model, info = kind.from_pretrained(
-            None,
-            config=config,
-            state_dict=empty,
-            attn_implementation=config._attn_implementation,
-            dtype=torch.float32,
-            device_map={"": "meta"},
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        empty = {}
+        for name, entry in entries.items():
+            dtype = FLOATING.get(entry["dtype"], torch.float32)
+            empty[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
+        options = {"dtype": torch.float32, "device_map": {"": "meta"}}
+        model, info = from_tensors(AutoModelForCausalLM, folder, config, empty, **options)
         refuse(folder, info)
         refuse_integers(folder, model)
         tensors = open_tensors(ModelFolder(folder).weight_files())
@@ -240,7 +230,9 @@ def refuse(folder: Path | str, info: Mapping[str, Any], *, new: tuple[str, ...] 
     Tensors that transformers declares as optional (tied heads, buffers) are not listed there.
     """
     missing = sorted(set(info["missing_keys"]) - set(new))
-    unexpected = sorted(set(info["unexpected_keys"]) - set(_OF_ANOTHER_HEAD if new else ()))
+    unexpected = sorted(set(info["unexpected_keys"]))
+    if new:
+        unexpected = [name for name in unexpected if name not in _OF_ANOTHER_HEAD]
     mismatched = sorted(info["mismatched_keys"])
     problems = []
     if missing:
@@ -287,23 +279,23 @@ def refuse_non_finite(folder: Path | str, model: torch.nn.Module, of_shards: Seq
     `of_shards` names those that were found before they were sharded.
     """
     # Sharded parameters are empty here and count as finite.
-    wrong = [
-        name for name, tensor in model.state_dict().items() if name in of_shards or not is_finite(tensor)
-    ]
+    wrong = []
+    for name, tensor in model.state_dict().items():
+        if name in of_shards or not is_finite(tensor):
+            wrong.append(name)
     if wrong:
+        precision = str(next(model.parameters()).dtype).removeprefix("torch.")
         raise ModelError(
-            f"model.path: {folder}: not finite in {_precision(model)}: {_some(wrong)}; the file is damaged,"
+            f"model.path: {folder}: not finite in {precision}: {_some(wrong)}; the file is damaged,"
             " or its numbers do not fit this precision; fetch it again, or set a dtype with a larger range"
         )
 
 
-def _precision(model: torch.nn.Module) -> str:
-    return str(next(model.parameters()).dtype).removeprefix("torch.")
-
-
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(name[:200] for name in names[:3]) + more
+    text = ", ".join(name[:200] for name in names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text
 
 
 # -- frozen weights in 4 bits under an adapter (QLoRA, Dettmers et al. 2023) --

@@ -65,7 +65,7 @@ def run_stage(
 def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mapping[str, str]) -> PipelineRun:
     started = seconds_since_boot()
     # Names the origin of the run, as the configuration file does for `rlhf run`.
-    script = Path(sys.argv[0]).name if sys.argv else ""
+    script = Path(sys.argv[0]).name
     if script in ("", "-", "-c", "-m"):  # an interactive session, or code without a file
         script = "python"
     resolved, kept = resolve_kept(config)

@@ -27,7 +27,7 @@ from rlhf_core.pipeline import LAST_STAGE, STAGES, StageName
 from rlhf_core.run.external_inputs import external_marks
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.references import kept_versions, reference_marks, resolve
-from rlhf_core.tracking.mlflow_errors import describe_failure
+from rlhf_core.tracking.mlflow_client import describe_failure
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef
 

@@ -153,7 +153,7 @@ class RewardComposer:
         with ExitStack() as started:
             for source in sources:
                 name = source_name(source)
-                digest = None if digests is None else digests.get(name)
+                digest = (digests or {}).get(name)
                 if isinstance(source, PythonReward):
                     self._external[name] = PythonFunction(source, digest)
                 elif isinstance(source, RemoteReward):
@@ -173,9 +173,9 @@ class RewardComposer:
         masked (NaN), with a warning. Raises `RewardError` for failures that `on_error` does not mask.
         """
         usage: dict[str, dict[str, float]] = {}
-        by_source = {
-            source_name(source): self._raw(source, batch, model_scores, usage) for source in self._sources
-        }
+        by_source = {}
+        for source in self._sources:
+            by_source[source_name(source)] = self._raw(source, batch, model_scores, usage)
         return RewardBatch(self.total(by_source, len(batch)), by_source, usage)
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:

@@ -105,6 +105,7 @@ class ReplicaPool:
                     deadline = now + patience
                 elif now >= deadline:
                     raise Failure(f"none of its {len(self._replicas)} replicas answers", searchable=False)
+                # With a limit, because the time alone makes a broken replica usable again.
                 self._changed.wait(_POLL_SECONDS)
 
     def _release(self, replica: Replica, *, works: bool) -> None:

@@ -128,9 +128,16 @@ class ArtifactStore:
 
         `tags` are those of the version, `rlhf.{stage}.key` and `rlhf.{stage}.digest`.
         """
-        key = tags.get(f"rlhf.{kind}.key")
-        ref = self.find(kind, key) if key is not None else None
-        return ref if ref is not None and ref.digest == tags.get(f"rlhf.{kind}.digest") else None
+        if (key := tags.get(f"rlhf.{kind}.key")) is None:
+            return None
+        return self._find_exactly(kind, key, tags.get(f"rlhf.{kind}.digest"))
+
+    def _find_exactly(self, kind: StageName, key: str, digest: str | None) -> ArtifactRef | None:
+        # A stage that was made again can have other bits under the same key.
+        ref = self.find(kind, key)
+        if ref is None or ref.digest != digest:
+            return None
+        return ref
 
     def find_file(self, kind: StageName, name: str) -> ArtifactRef | None:
         """Return an artifact of a stage that has a file with this name; None if there is none."""
@@ -176,8 +183,7 @@ class ArtifactStore:
         # Copies of what is in the store are neither hashed nor uploaded again.
         files = bundles.hash_folder(folder, skip=names.__contains__)
         complete = bundles.merged(files, stored)
-        program = _find_program(complete)
-        if program is not None:
+        if program := _find_program(complete):
             raise InputError(
                 f"{kind} left {program}, a kind of file that may run code when loaded; artifacts hold data"
                 " only: write models as safetensors and numbers as JSON or Parquet."
@@ -253,7 +259,9 @@ class ArtifactStore:
                 return folder
         except CorruptArtifact as error:
             raise CorruptArtifact(self._report_damage(prefix, error, manifest)) from error
-        problem = "is gone" if manifest is None else "is not the one this run started with"
+        problem = "is not the one this run started with"
+        if manifest is None:
+            problem = "is gone"
         raise CorruptArtifact(
             f"The artifact {ref.kind}/{ref.key} {problem}; a run of its configuration makes it again."
         )
@@ -264,12 +272,12 @@ class ArtifactStore:
         """
         if self.is_local:
             return {}
-        manifests = [self._read(ref.kind, ref.key) for ref in refs]
-        return {
-            manifest.copy_name: sum(entry.size for entry in manifest.files)
-            for manifest in manifests
-            if manifest is not None  # what is missing is an error when it is fetched
-        }
+        sizes = {}
+        for ref in refs:
+            manifest = self._read(ref.kind, ref.key)
+            if manifest is not None:  # what is missing is an error when it is fetched
+                sizes[manifest.copy_name] = sum(entry.size for entry in manifest.files)
+        return sizes
 
     @property
     def url(self) -> str:
@@ -293,7 +301,9 @@ class ArtifactStore:
             local: Download the artifact if it is in a bucket.
         """
         manifest = self._read(ref.kind, ref.key)
-        names = [entry.path for entry in manifest.files] if manifest is not None else []
+        names: list[str] = []
+        if manifest is not None:
+            names = [entry.path for entry in manifest.files]
         if not any(name == path or name.startswith(f"{path}/") for name in names):
             raise InputError(
                 f"the artifact {ref.kind}/{ref.key} has no {path[:200]!r}; it has"
@@ -326,11 +336,9 @@ class ArtifactStore:
         none, or if this store lacks it.
         """
         manifest = self._read(ref.kind, ref.key)
-        made_from = manifest.body["parents"].get(kind) if manifest is not None else None
-        if made_from is None:
+        if manifest is None or (made_from := manifest.body["parents"].get(kind)) is None:
             return None
-        found = self.find(kind, made_from["key"])
-        return found if found is not None and found.digest == made_from["digest"] else None
+        return self._find_exactly(kind, made_from["key"], made_from["digest"])
 
     def upload_pending(self, kind: StageName, key: str, fence: Fence) -> ArtifactRef | None:
         """Upload the artifact of `key` if an earlier attempt made it and could not upload it; else return
@@ -343,7 +351,9 @@ class ArtifactStore:
         manifest = self._outbox.upload(prefix, fence.check)
         # None: the store has another artifact, or the pending one was damaged and there may be none. Then the
         # stage makes it again.
-        return self.find(kind, key) if manifest is None else self._committed(kind, key, manifest, fence)
+        if manifest is None:
+            return self.find(kind, key)
+        return self._committed(kind, key, manifest, fence)
 
     def _committed(
         self, kind: StageName, key: str, manifest: Manifest | None, fence: Fence | None
@@ -375,14 +385,14 @@ class ArtifactStore:
 
     def _read(self, kind: str, key: str) -> Manifest | None:
         manifest = bundles.read(self._store, artifact_prefix(kind, key))
+        if manifest is None:
+            return None
         # A manifest that was copied from another key has an intact checksum.
-        if manifest is not None and (manifest.body.get("kind"), manifest.body.get("key")) != (kind, key):
+        if (manifest.body.get("kind"), manifest.body.get("key")) != (kind, key):
             raise CorruptArtifact(f"The manifest of {kind}/{key} is that of another artifact.")
-        if manifest is not None:
-            bundles.check_body(manifest, ArtifactBody)
+        bundles.check_body(manifest, ArtifactBody)
         # Also when reading, because files can get into a store without `publish`.
-        program = _find_program(manifest.files) if manifest is not None else None
-        if program is not None:
+        if program := _find_program(manifest.files):
             raise CorruptArtifact(
                 f"The artifact {kind}/{key} holds {program}, a kind of file that may run code when loaded."
             )

@@ -205,8 +205,10 @@ def commit(
     prefix = bundle.prefix
     existing = _existing(store, prefix)
     # With the same folder, it was committed before. For example, a kill came before the outbox was emptied.
+    if existing is not None and existing.folder == bundle.folder:
+        return existing
     if existing is not None:
-        return existing if existing.folder == bundle.folder else None
+        return None
     is_complete = False
     try:
         upload(store, source, bundle.files, bundle.data)
@@ -221,8 +223,10 @@ def commit(
         # For example, another writer deleted the folder while it was filled, see below.
         missing = str(error)
     finally:
-        if not is_complete:
-            _delete_uncommitted(store, manifest)
+        folder = store.local_path(manifest.data)
+        if not is_complete and folder is not None:
+            # Frees the disk. In a bucket the next clean-up deletes the files.
+            shutil.rmtree(folder, ignore_errors=True)
     if missing:
         # The first writer that commits deletes all leftovers, which includes the files of a later attempt
         # that is still uploading.
@@ -269,13 +273,6 @@ def upload(store: Store, source: Path, files: Sequence[FileEntry], target: str) 
     if folder is not None and not on_one_disk(source, folder):
         require_free(folder, sum(entry.size for entry in files), store.uri(target))
     in_parallel(lambda entry: store.put_file(source / entry.path, f"{target}/{entry.path}", link=True), files)
-
-
-def _delete_uncommitted(store: Store, manifest: Manifest) -> None:
-    """Free the disk; in a bucket the next clean-up deletes the files."""
-    folder = store.local_path(manifest.data)
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- manifests --

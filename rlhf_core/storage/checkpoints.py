@@ -298,23 +298,24 @@ class CheckpointStore:
     def best(self) -> str | None:
         """Return the address of the checkpoint with the highest score, or None if none has a score."""
         scored = self._scored(self._steps())
-        return self._store.uri(self._prefix(max(scored)[1])) if scored else None
+        if not scored:
+            return None
+        return self._store.uri(self._prefix(max(scored)[1]))
 
-    def finish(self, seconds: float = LAST_SECONDS) -> None:
-        """Wait for the last upload for at most `seconds`, and log if it is unfinished or failed.
+    def finish(self, seconds: float | None = LAST_SECONDS) -> None:
+        """Wait for the last upload for at most `seconds`, or for its end, and log if it is unfinished or
+        failed.
 
         Raises nothing.
         """
-        self._report_upload(seconds)
-
-    def _report_upload(self, seconds: float | None) -> None:
         if self._background_upload is None:
             return
         step, upload = self._background_upload
         wait([upload], seconds)
         if not upload.done():
-            is_kept = self._outbox is not None and self._outbox.manifest(self._prefix(step)) is not None
-            then = "finishes it" if is_kept else "continues from the one before"
+            then = "continues from the one before"
+            if self._outbox is not None and self._outbox.manifest(self._prefix(step)) is not None:
+                then = "finishes it"
             log.warning(
                 "The upload of the checkpoint of step %d is unfinished; the same command %s.", step, then
             )
@@ -324,7 +325,7 @@ class CheckpointStore:
     def clear(self) -> None:
         """Delete all checkpoints, after the stage's artifact was published. Damaged ones stay."""
         # Without a limit, because the upload would add files again after the deletion.
-        self._report_upload(None)
+        self.finish(None)
         if self._outbox is not None:
             self._outbox.discard_all(self._root)
         # First. After a kill in between, `latest` would report the step that it names as lost.
@@ -497,6 +498,8 @@ def _made_with() -> dict[str, str]:
 
 def _changes(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
     """Return `name then -> now`, by name, for each value of `then` that differs in `now`."""
-    return {
-        name: f"{name} {value} -> {now.get(name)}" for name, value in then.items() if value != now.get(name)
-    }
+    changes = {}
+    for name, value in then.items():
+        if value != now.get(name):
+            changes[name] = f"{name} {value} -> {now.get(name)}"
+    return changes

@@ -282,7 +282,7 @@ def observe(
 
 def _claim(store: Store, stage_key: str, latest: int, held: bool) -> Claim:
     """Return the claim with the number `latest`, with the start of the last stage."""
-    newest = record = _read_record(store, stage_key, latest) if latest else {}
+    newest = record = _read_record(store, stage_key, latest)
     attempt = latest
     while record.get("stage") == PRUNE and attempt > 1:
         attempt -= 1
@@ -298,7 +298,9 @@ def _claim(store: Store, stage_key: str, latest: int, held: bool) -> Claim:
 def claim_next(store: Store, stage_key: str, observed: Claim) -> Fence | None:
     """Claim a key for `rlhf prune`; return None if another attempt has claimed it since `observed`."""
     attempt = observed.attempt + 1
-    return Fence(store, stage_key, attempt) if _create(store, stage_key, attempt, PRUNE) else None
+    if not _create(store, stage_key, attempt, PRUNE):
+        return None
+    return Fence(store, stage_key, attempt)
 
 
 def _create(

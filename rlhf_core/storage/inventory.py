@@ -120,11 +120,10 @@ class Inventory:
 
 def read_inventory(store: Store) -> Inventory:
     """Read what a store has. Nothing is changed, also if something is damaged."""
-    names = [
-        ArtifactName(stage, key)
-        for stage in sorted(filter(_STAGE.fullmatch, store.folders(ARTIFACTS)))
-        for key in sorted(filter(_KEY.fullmatch, store.folders(f"{ARTIFACTS}/{stage}")))
-    ]
+    names = []
+    for stage in sorted(filter(_STAGE.fullmatch, store.folders(ARTIFACTS))):
+        for key in sorted(filter(_KEY.fullmatch, store.folders(f"{ARTIFACTS}/{stage}"))):
+            names.append(ArtifactName(stage, key))
     keys = sorted(filter(_KEY.fullmatch, store.folders(CHECKPOINTS)))
     found = in_parallel(lambda name: read_artifact(store, name) or _leftover(store, name), names)
     unfinished = in_parallel(lambda key: _unfinished(store, key), keys)
@@ -225,12 +224,11 @@ def _leftover(store: Store, name: ArtifactName) -> Leftover | None:
 def _unfinished(store: Store, key: str) -> Unfinished | None:
     """Return the checkpoints of a stage key; None if there are none."""
     prefix = checkpoint_prefix(key)
-    sizes = {
-        path.removeprefix(f"{prefix}/"): size
-        for path, size in store.sizes(prefix).items()
+    sizes = {}
+    for path, size in store.sizes(prefix).items():
         # Claims stay for ever, and are nothing that a stage has left.
-        if not path.startswith(f"{prefix}/attempts/")
-    }
+        if not path.startswith(f"{prefix}/attempts/"):
+            sizes[path.removeprefix(f"{prefix}/")] = size
     steps = sorted({int(match[1]) for match in map(_STEP.match, sizes) if match})
     if not steps:
         return None

@@ -20,9 +20,6 @@ from rlhf_core.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-_OF_SEVERAL_HOSTS = {"parts", "stored"}
-"""Entries of manifests that earlier releases have left in an outbox."""
-
 
 class Outbox:
     """Pending uploads to `store` in the local `folder`; both have the same layout."""
@@ -91,14 +88,10 @@ class Outbox:
         """
         try:
             manifest = bundles.read(self._pending, prefix)
-            if manifest is not None and not _OF_SEVERAL_HOSTS.isdisjoint(manifest.body):
-                log.error(
-                    "%s is of an earlier release, and lacks files of other hosts: it is deleted", prefix
-                )
-                self.discard(prefix)
+            if manifest is None:
                 return None
             # The outbox is a local store, from which nothing is copied to the cache.
-            return None if manifest is None else (manifest, bundles.fetch(self._pending, manifest, Path()))
+            return manifest, bundles.fetch(self._pending, manifest, Path())
         except CorruptArtifact as error:
             record = bundles.mark_damaged(self._pending, prefix, error.message)
             log.error("%s It cannot be uploaded and is marked as damaged: %s", error.message, record)

@@ -320,24 +320,20 @@ class S3Objects:
         return self.read_bytes(key) == data
 
     def read_bytes(self, key: str) -> bytes | None:
-        try:
-            content: bytes = self._call(
-                "read", key, lambda: self._within(lambda: self._fs.small(self._path(key)))
-            )
-        except FileNotFoundError:
-            return None
-        return content
+        return self._if_present(key, lambda path: self._fs.small(path))
 
     def status(self, key: str) -> ObjectStatus | None:
+        return self._if_present(key, lambda path: self._fs.status(path))
+
+    def _if_present(self, key: str, read: Callable[[str], Awaitable[_T]]) -> _T | None:
+        """Return what `read` returns for the path of an object; None if there is no object."""
         try:
-            status: ObjectStatus = self._call(
-                "read", key, lambda: self._within(lambda: self._fs.status(self._path(key)))
-            )
+            return self._call("read", key, lambda: self._within(lambda: read(self._path(key))))
         except FileNotFoundError:
             return None
-        return status
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
+        # The coroutines of s3fs, because its public methods wait for them without a limit of time.
         listed = self._call(
             "list", prefix, lambda: self._within(lambda: self._fs._find(self._path(prefix), detail=True))
         )

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, scrubbed, shown
 from rlhf_core.config.server_url import server_problem
-from rlhf_core.errors import ConfigError, InputError, StoreError, StoreUnavailable
+from rlhf_core.errors import ConfigError, Finding, InputError, StoreError, StoreUnavailable
 from rlhf_core.storage.backend import Backend
 from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.s3 import S3_LIMITS, S3Limits, S3Objects, s3_endpoint
-from rlhf_core.system.files import TEMPORARY
+from rlhf_core.system.files import TEMPORARY, unwritable
 
 _CHECK_SECONDS = 2.0
 """Short, because a person waits for the check before a run."""
@@ -215,11 +215,9 @@ def open_store(config: PipelineConfig) -> Store:
 
 
 def _open(url: str, endpoint: str | None, retry_seconds: float, s3_limits: S3Limits) -> Backend:
-    problem = store_url_problem(url)
-    if problem is not None:
+    if problem := store_url_problem(url):
         raise ConfigError(f"store.url: {problem}")
-    problem = None if endpoint is None else endpoint_problem(endpoint)
-    if problem is not None:
+    if endpoint is not None and (problem := endpoint_problem(endpoint)):
         raise ConfigError(f"store.endpoint: {problem}")
     if url.startswith("s3://"):
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
@@ -272,3 +270,20 @@ def endpoint_problem(endpoint: str) -> str | None:
     if problem := server_problem(endpoint):
         return f"must be http(s)://host:port: {problem}; got {shown(endpoint)}; correct it"
     return None
+
+
+def check_storage(config: PipelineConfig) -> Iterator[Finding]:
+    """Check, before anything is started, the form of the addresses, and that a store on this machine can be
+    written to. `Store.check` later writes to it.
+    """
+    endpoints = {"store.endpoint": config.store.endpoint, "AWS_ENDPOINT_URL_S3": s3_endpoint(None)}
+    if config.store.url is not None and (problem := store_url_problem(config.store.url)):
+        yield ConfigError(f"store.url: {problem}")
+    for name, endpoint in endpoints.items():
+        if endpoint is not None and (problem := endpoint_problem(endpoint)):
+            yield ConfigError(f"{name}: {problem}")
+    folder = config.store_folder
+    if folder is not None and (problem := unwritable(folder)):
+        yield ConfigError(
+            f"store.url: the folder {shown(str(folder), limit=200)} cannot be used: {problem}; choose another"
+        )

@@ -54,16 +54,12 @@ def gpu_versions(machine: Machine) -> dict[str, str]:
     part of the ROCm release that torch was built with.
     """
     found = {}
-    for name in ("cuda", "hip"):
-        built_with = machine.torch_built_with(name)
-        if built_with:
-            found["rocm" if name == "hip" else name] = built_with
-    if "cuda" in found:
-        for package in _NCCL_PACKAGES:
-            version = machine.package_version(package)
-            if version is not None:
-                found["nccl"] = version
-                break
+    if cuda := machine.torch_built_with("cuda"):
+        found["cuda"] = cuda
+        if nccl := next(filter(None, map(machine.package_version, _NCCL_PACKAGES)), None):
+            found["nccl"] = nccl
+    if rocm := machine.torch_built_with("hip"):
+        found["rocm"] = rocm
     driver = machine.gpu_driver()
     if driver is not None:
         found["gpu_driver"] = driver
@@ -78,8 +74,7 @@ def _code_digest() -> str:
     digest = hashlib.sha256()
     for part in _CHANGES_NUMBERS:
         path = _PACKAGE / part
-        files = [path] if path.suffix else sorted(path.rglob("*.py"))
-        for file in files:
+        for file in sorted(path.rglob("*.py")) or [path]:
             name = file.relative_to(_PACKAGE).as_posix()
             digest.update(f"{name}\0{_syntax(file.read_bytes())}".encode())
     return digest.hexdigest()[:12]

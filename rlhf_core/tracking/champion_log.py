@@ -194,6 +194,7 @@ def _create(mlflow: Mlflow, model: str, entry: _Entry) -> int:
     name, text = log_of(model), _ENTRIES.dump_json(entry).decode()
     mlflow.ensure_model(name, f"History of the champions of {model}, and of the tests of its candidates.")
     description = "".join(move.reason for move in entry.moves[-1:])
+    # Every version needs a source, and a server refuses a local path.
     version = mlflow.create_version(
         name, source="rlhf-log:///champions", run_id=None, tags={ENTRY: text}, description=description
     )

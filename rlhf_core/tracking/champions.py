@@ -34,8 +34,7 @@ from rlhf_core.tracking.champion_log import (
     read_log,
     without_logs,
 )
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
-from rlhf_core.tracking.mlflow_errors import describe_failure
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, describe_failure
 
 log = logging.getLogger(__name__)
 

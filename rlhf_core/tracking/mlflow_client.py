@@ -13,14 +13,14 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlhf_core.config.redact import is_secret, printable, scrubbed
 from rlhf_core.tracking.database import artifacts_of, ensure_database
-from rlhf_core.tracking.mlflow_errors import UnusableAnswer
 
 _ENVIRONMENT = {
     # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
@@ -169,8 +169,10 @@ class Mlflow:
             if existing.tags.get(_COLUMNS_TAG) != _COLUMNS:
                 self._client.set_experiment_tag(existing.experiment_id, _COLUMNS_TAG, _COLUMNS)
             return _identity(existing.experiment_id, "experiment")
-        database = sqlite_path(self.uri)
-        location = artifacts_of(database) if database else None
+        # A server decides where artifacts are. For a file, MLflow would use the folder of this process.
+        location = None
+        if database := sqlite_path(self.uri):
+            location = artifacts_of(database)
         try:
             # Without the tag, MLflow's pages open in the view for prompts and traces.
             tags = {
@@ -194,9 +196,10 @@ class Mlflow:
     def find_run(self, tags: Mapping[str, str]) -> RunState | None:
         """Return the oldest run with all these tags, or None."""
         text = " and ".join(f"tags.`{name}` = {_quoted(value)}" for name, value in tags.items())
+        # Two processes may have created one each. Both agree on the older one.
         order = ["attributes.start_time ASC"]
         runs = self._client.search_runs([self.experiment_id], text, max_results=1, order_by=order)
-        return _state(runs[0]) if runs else None
+        return next(map(_state, runs), None)
 
     def has_run(self, run_id: str) -> bool:
         """Return whether this tracker has the run."""
@@ -220,7 +223,9 @@ class Mlflow:
 
         With `keep_end`, a run that was reopened keeps its earlier end time.
         """
-        end = self._client.get_run(run_id).info.end_time if keep_end else None
+        end = None
+        if keep_end:
+            end = self._client.get_run(run_id).info.end_time
         self._client.set_terminated(run_id, status, end_time=end)
 
     def tags(self, run_id: str) -> dict[str, str]:
@@ -231,6 +236,7 @@ class Mlflow:
         """Set or change tags."""
         from mlflow.entities import RunTag
 
+        # One request for all: `set_tag` sends each alone.
         self._client.log_batch(
             run_id, tags=[RunTag(name, _short(value, _TAG_LENGTH)) for name, value in tags.items()]
         )
@@ -327,7 +333,7 @@ class Mlflow:
     def model_tags(self, name: str) -> dict[str, str] | None:
         """Return the tags of a registered model; None if it does not exist."""
         model = _found(self._client.get_registered_model, name)
-        return None if model is None else dict(model.tags)
+        return model and dict(model.tags)
 
     def tag_model(self, name: str, tags: Mapping[str, str]) -> None:
         """Set or change tags of a registered model."""
@@ -336,13 +342,8 @@ class Mlflow:
 
     def all_model_names(self) -> list[str]:
         """Return the names of all registered models."""
-        names, token = [], None
-        while True:
-            page = self._client.search_registered_models(max_results=_MODELS_PER_CALL, page_token=token)
-            names += [model.name for model in page]
-            token = page.token
-            if not token:
-                return names
+        search = self._client.search_registered_models
+        return [model.name for model in _all_pages(search, max_results=_MODELS_PER_CALL)]
 
     def aliases(self, name: str) -> dict[str, str]:
         """Return the versions of a registered model, which must exist, by their aliases."""
@@ -356,21 +357,18 @@ class Mlflow:
         """
         # MLflow's search language has no escape for quotes. In a pattern, `_` is any character.
         pattern = re.sub(r"['\\]", "_", name)
-        text = f"name = '{name}'" if pattern == name else f"name LIKE '{pattern}'"
+        text = f"name = '{name}'"
+        if pattern != name:
+            text = f"name LIKE '{pattern}'"
         if tag is not None:
             text += f" and tags.`{tag}` LIKE '%'"
-        found, token = [], None
-        while True:
-            page = self._client.search_model_versions(text, max_results=200, page_token=token)
-            found += [_version(entry) for entry in page if entry.name == name]
-            token = page.token
-            if not token:
-                return found
+        found = _all_pages(self._client.search_model_versions, text, max_results=200)
+        return [_version(entry) for entry in found if entry.name == name]
 
     def version(self, name: str, number: str) -> ModelVersion | None:
         """Return a version of a registered model; None if it does not exist."""
         entry = _found(self._client.get_model_version, name, number)
-        return None if entry is None else _version(entry)
+        return entry and _version(entry)
 
     def create_version(
         self, name: str, *, source: str, run_id: str | None, tags: Mapping[str, str], description: str
@@ -384,6 +382,7 @@ class Mlflow:
             tags: Tags of the version.
             description: Text for MLflow's page.
         """
+        # Not awaited: no file is copied, so that the version is ready at once.
         entry = self._client.create_model_version(
             name, source, run_id=run_id, tags=dict(tags), description=description, await_creation_for=0
         )
@@ -398,7 +397,9 @@ class Mlflow:
         """Return the version that has the alias, or None."""
         # `get_model_version_by_alias` has the same error for a missing alias as for an invalid name.
         version = self.aliases(name).get(alias)
-        return None if version is None else _version(self._client.get_model_version(name, version))
+        if version is None:
+            return None
+        return _version(self._client.get_model_version(name, version))
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
         """Move the alias to `version`."""
@@ -420,6 +421,17 @@ def _found(get: Callable[..., Any], *identity: str) -> Any:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return None
         raise
+
+
+def _all_pages(search: Callable[..., Any], *arguments: Any, **options: Any) -> Iterator[Any]:
+    """Yield all results of a search, which MLflow returns in pages."""
+    token = None
+    while True:
+        page = search(*arguments, **options, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
 
 
 def _version(entry: Any) -> ModelVersion:
@@ -485,3 +497,43 @@ def _list_of(text: str) -> list[Any]:
 
 def _short(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+# -- errors: what they mean, for messages and decisions --
+
+_CAUSE = re.compile(r"\(Caused by (.+)\)")
+
+
+class UnusableAnswer(Exception):
+    """The response has a success status but does not contain the requested data."""
+
+
+def _status(error: BaseException) -> int:
+    """Return the HTTP status of MLflow's error; 0 for other errors."""
+    return int(getattr(error, "get_http_status_code", lambda: 0)())
+
+
+def short_reason(error: BaseException) -> str:
+    """Return the reason of an error in one short line without credentials."""
+    text = printable(" ".join(scrubbed(str(error)).split()))
+    text = text.partition(" [SQL: ")[0]
+    # The beginning of an error of urllib3 is an address.
+    if cause := _CAUSE.search(text):
+        text = cause[1]
+    text = text[:160]
+    return type(error).__name__ if is_secret("", text) else f"{type(error).__name__}: {text}"
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return a description of MLflow's problem and a fix if the user can apply one.
+
+    It follows "MLflow at ADDRESS" in a message.
+    """
+    status = _status(error)
+    code = getattr(error, "error_code", "")
+    if status in (401, 403) or code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "CUSTOMER_UNAUTHORIZED"):
+        fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        return f"refuses these credentials ({short_reason(error)}); {fix}"
+    if 400 <= status < 500 or isinstance(error, UnusableAnswer):
+        return f"does not take this ({short_reason(error)})"
+    return f"does not answer ({short_reason(error)})"

@@ -27,8 +27,7 @@ from typing import Any
 from rlhf_core.errors import InputError
 from rlhf_core.system.files import TEMPORARY, replacing
 from rlhf_core.tracking.also import Copies
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name
-from rlhf_core.tracking.mlflow_errors import describe_failure
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, describe_failure
 from rlhf_core.types import AnsweredPrompt
 
 log = logging.getLogger(__name__)
@@ -102,10 +101,6 @@ class Spool:
         # If a later attempt has moved the folder, it must not be created again.
         with replacing(self._target(path), create_folder=False) as temporary:
             shutil.copyfile(source, temporary)
-
-    def add_text(self, text: str, path: str) -> None:
-        """Add a text file, to be sent as `path`."""
-        self.add_bytes(text.encode(), path)
 
     def add_bytes(self, data: bytes, path: str) -> None:
         """Add a file with this content, to be sent as `path`."""
@@ -253,7 +248,7 @@ class StageRun:
             "data": [[_plain(row.get(column)) for column in columns] for row in rows],
         }
         with self._lock:
-            self._spool.add_text(json.dumps(table, ensure_ascii=False), f"{_TABLES}/{name}.json")
+            self._spool.add_bytes(json.dumps(table, ensure_ascii=False).encode(), f"{_TABLES}/{name}.json")
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Log a matplotlib figure as `plots/{name}.png`."""

@@ -37,10 +37,10 @@ from rlhf_core.tracking.mlflow_client import (
     Point,
     RunState,
     clean_name,
+    describe_failure,
     shorten_timeouts,
     sqlite_path,
 )
-from rlhf_core.tracking.mlflow_errors import describe_failure
 from rlhf_core.tracking.registry import has_version, why_outdated
 from rlhf_core.tracking.stage_run import MS_PER_STEP, Pauses, Spool, StageRun, next_attempt
 from rlhf_core.types import ArtifactRef

@@ -1,7 +1,7 @@
 """Compares the data of a run with those of the champion, before anything is trained on them.
 
 The champion is the version of the registered model with that alias. A process of its own measures
-(`drift_process.py`); this module finds the artifacts and writes the page: `drift.md` in the run's folder and
+(`process.py`); this module finds the artifacts and writes the page: `drift.md` in the run's folder and
 among the artifacts of its MLflow run.
 """
 
@@ -11,16 +11,19 @@ import json
 import logging
 import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rlhf_core.cluster.connect import on_cluster
+from rlhf_core.config.data import DriftConfig
+from rlhf_core.data.card import markdown_cell
 from rlhf_core.data.tokenizer import tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, DataDrifted, GateFailed, StageFailed, StageTimedOut
 from rlhf_core.executors.child import log_excerpt
 from rlhf_core.executors.environment import stage_environment
-from rlhf_core.ops.drift.measures import from_json
-from rlhf_core.ops.drift.page import Finding, State, drift_markdown, findings
+from rlhf_core.ops.drift.measures import MIN_NEW_ROWS, Drift, from_json
 from rlhf_core.ops.drift.process import DriftRequest
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.system.files import write_atomic
@@ -31,9 +34,48 @@ from rlhf_core.types import ArtifactRef
 
 log = logging.getLogger(__name__)
 
+State = Literal["stop", "warn", "not measured", "ok"]
+
 PAGE, MEASURES = "drift.md", "drift.json"
 _MLFLOW_SECONDS = 300.0
 """An MLflow server that is started again has some minutes for it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A measure and its limits."""
+
+    drift: Drift
+    warn: float | None
+    stop: float | None
+
+    @property
+    def state(self) -> State:
+        """`stop` or `warn` if the value is above that limit. Where the value has an interval, its lower bound
+        must be above the limit, so that chance alone is not drift.
+        """
+        if self.drift.value is None:
+            return "not measured"
+        value = self.drift.value
+        if self.drift.low is not None:
+            value = self.drift.low
+        if self.stop is not None and value > self.stop:
+            return "stop"
+        if self.warn is not None and value > self.warn:
+            return "warn"
+        return "ok"
+
+    @property
+    def sentence(self) -> str:
+        """The value and its limit, or why there is no value."""
+        drift, state = self.drift, self.state
+        if drift.value is None:
+            return f"{drift.measure} was not measured: {drift.note}"
+        value = f"{drift.label} {drift.value:.3g}{_interval(drift)} ({drift.place})"
+        if state == "ok":
+            return value
+        limit = {"stop": self.stop, "warn": self.warn}[state]
+        return f"{value}, above drift.{state}.{drift.measure}={limit:g}"
 
 
 @dataclass(frozen=True)
@@ -162,14 +204,17 @@ def _request(
         note = "models run on a cluster, and drift is measured on the host of the flow"
     elif run.artifacts.config(reward)["reward"]["deepspeed"]["zero_stage"] == 3:
         note = "the champion's reward model was trained with ZeRO-3, so one device may be too small for it"
-    measured = reward if not note else None
+    reward_model, accuracy = None, 0.0
+    if not note and reward is not None:
+        reward_model = str(run.artifacts.fetch(reward) / "model")
+        accuracy = reward.metrics["accuracy"]
     return DriftRequest(
         config=run.config.model_dump(mode="json", by_alias=True),
         champion=name,
         champion_data=str(old),
         data=str(new),
-        reward_model=None if measured is None else str(run.artifacts.fetch(measured) / "model"),
-        accuracy=0.0 if measured is None else measured.metrics["accuracy"],
+        reward_model=reward_model,
+        accuracy=accuracy,
         note=note,
         result=str(result),
     )
@@ -216,3 +261,66 @@ def _publish(run: PipelineRun, report: DriftReport) -> None:
             log.warning("%s; drift.stop.%s has no effect", sentence, finding.drift.measure)
     if not report.above("stop", "warn"):
         log.info("drift: no measure is above its limit; see %s", report.page)
+
+
+# -- the page: the measures against their limits, in Markdown --
+
+
+def findings(drifts: Sequence[Drift], config: DriftConfig) -> list[Finding]:
+    """Return each measure with its limits."""
+    return [Finding(drift, *config.limits(drift.measure)) for drift in drifts]
+
+
+def drift_markdown(found: Sequence[Finding], champion: str) -> str:
+    """Return the page.
+
+    Args:
+        found: All measures.
+        champion: Name of the version whose data the new data are compared with.
+    """
+    states = {finding.state for finding in found}
+    verdict = next((state for state in ("stop", "warn") if state in states), "ok")
+    lines = [
+        f"# Data drift: {verdict}",
+        "",
+        f"The data of this run, compared with those of {markdown_cell(champion)}.",
+        "",
+        "| measure | value | where | warns above | stops above | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for finding in found:
+        drift = finding.drift
+        value = "" if drift.value is None else f"{drift.value:.3f}{_interval(drift)}"
+        bounds = f"{_limit(finding.warn)} | {_limit(finding.stop)}"
+        lines.append(f"| {drift.label} | {value} | {drift.place} | {bounds} | {finding.state} |")
+    lines += [
+        "",
+        "lengths, sources and vocabulary: Jensen-Shannon divergence in bits, 0 for equal and 1 for"
+        " disjoint data. If a tenth of the new data is of a kind that the champion's data do not have, it is"
+        " 0.05, for a fifth 0.11, for half 0.31. agreement: loss of a share, which is above a limit if its"
+        " whole interval is.",
+        "",
+        f"of new rows: only the rows that the champion's data do not have, if there are at least"
+        f" {MIN_NEW_ROWS} of them in the set, and other rows. The limits are the same.",
+    ]
+    for finding in found:
+        drift = finding.drift
+        if drift.note:
+            lines += ["", f"{drift.measure} was not measured: {markdown_cell(drift.note)}."]
+        if not drift.value:
+            continue
+        rows = "" if drift.new_rows is None else f", {drift.new_rows} rows"
+        lines += ["", f"## {drift.label}, {drift.place}{rows}", ""]
+        lines += ["| | champion | new |", "|---|---|---|"]
+        for change in drift.changes:
+            category = markdown_cell(change.category)
+            lines.append(f"| {category} | {change.before:.2%} | {change.after:.2%} |")
+    return "\n".join(lines) + "\n"
+
+
+def _interval(drift: Drift) -> str:
+    return "" if drift.low is None else f" [{drift.low:.3f}, {drift.high:.3f}]"
+
+
+def _limit(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"

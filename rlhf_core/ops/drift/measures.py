@@ -104,12 +104,16 @@ class Drift:
     @property
     def label(self) -> str:
         """The measure, as messages and the page name it."""
-        return self.measure if self.new_rows is None else f"{self.measure} of new rows"
+        if self.new_rows is None:
+            return self.measure
+        return f"{self.measure} of new rows"
 
     @property
     def metric(self) -> str:
         """Name of the metric."""
-        return f"drift/{self.measure}" if self.new_rows is None else f"drift/new_rows/{self.measure}"
+        if self.new_rows is None:
+            return f"drift/{self.measure}"
+        return f"drift/new_rows/{self.measure}"
 
 
 def statistics(folder: Path) -> DataStatistics:

@@ -113,8 +113,10 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
             "agreement", max(0.0, loss.mean), place, loss.low, loss.high, (change,), new_rows=new_rows
         )
 
-    of_all = loss_on(range(len(pairs)))
-    return [of_all, loss_on(new, len(new))] if 0 < len(new) < len(correct) else [of_all]
+    losses = [loss_on(range(len(pairs)))]
+    if 0 < len(new) < len(correct):
+        losses.append(loss_on(new, len(new)))
+    return losses
 
 
 def _tokens(pair: PairExample) -> tuple[tuple[int, ...], ...]:

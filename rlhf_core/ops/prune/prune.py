@@ -1,6 +1,6 @@
 """`rlhf prune`: deletes artifacts, checkpoints and files that nothing needs any more.
 
-`retention` decides, and `retained` says what versions need. This module reads everything that the decision
+`retention` decides. This module reads everything that the decision
 depends on, and deletes. It deletes nothing if the store or MLflow does not answer. After a kill, no artifact
 has a manifest and lacks files:
 
@@ -23,18 +23,18 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from rlhf_core.cluster.disk_space import bytes_below
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import InputError, Superseded
 from rlhf_core.executors.job_files import JobFiles
-from rlhf_core.ops.prune.retained import retained
 from rlhf_core.ops.prune.retention import (
     UNFINISHED_SECONDS,
     CachedCopy,
@@ -46,7 +46,7 @@ from rlhf_core.ops.prune.retention import (
 )
 from rlhf_core.run.registered_policies import registry_of
 from rlhf_core.run.state import process_of, read_state
-from rlhf_core.storage.artifacts import parse_artifact_copy, store_file
+from rlhf_core.storage.artifacts import parse_artifact_address, parse_artifact_copy, store_file
 from rlhf_core.storage.bundles import MANIFEST
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Claim, Fence, claim_next, observe, renewed
@@ -65,7 +65,9 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.home import Home
 from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock, seconds_since_boot
-from rlhf_core.tracking.mlflow_client import Mlflow
+from rlhf_core.tracking.champion_log import Move, read_log, without_logs
+from rlhf_core.tracking.champions import WEIGHTS, registry_errors, revocation
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, UnusableAnswer
 from rlhf_core.types import CHECKPOINTS, artifact_prefix
 
 DAY = 86_400.0
@@ -74,6 +76,8 @@ _CLOCK_SECONDS = 3600.0
 _FRESH_SECONDS = 5.0
 """Age after which the registry and the state of runs are read again before something is deleted."""
 _DAYS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)d?")
+_KEY = re.compile(r"rlhf\.([a-z]+)\.key")
+"""Tag of a version with the key of one of its artifacts."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +271,68 @@ class Pruning:
             if manifest is not None and is_free and age > known.unfinished_age:
                 pending = Pending(prefix, key, sum(entry.size for entry in manifest.files))
                 yield Item(pending, f"outbox: {prefix}", "it was not uploaded", known.now - age)
+
+
+# -- what registered versions need --
+
+
+class Retained(NamedTuple):
+    """What the registry says about artifacts."""
+
+    needed: frozenset[ArtifactName]
+    """The artifacts of the versions that keep them."""
+    registered: frozenset[tuple[str, str]]
+    """Name of the model and digest of the weights of every version."""
+
+
+def retained(mlflow: Mlflow) -> Retained:
+    """Return what the registered versions need. Raises InfrastructureError if MLflow does not answer.
+
+    The versions are those of all registered models of the tracker. A version keeps its artifacts if
+
+    - it has an alias, such as `champion`, `candidate` (the newest one) or one that a person has set;
+    - a move in the history of champions names it, and it is not revoked: `rlhf rollback` can choose it;
+    - it was promoted by an earlier release without a history, and is not revoked;
+    - another program registered it.
+
+    Any other version that is not revoked can become champion by `rlhf promote`. Its artifacts are kept while
+    they are young. An alias keeps them longer.
+    """
+    needed: set[ArtifactName] = set()
+    registered: set[tuple[str, str]] = set()
+    with registry_errors(mlflow, "list the versions of its models"):
+        for name in without_logs(mlflow.all_model_names()):
+            # The aliases and moves first, so that their versions exist when those are listed.
+            aliased, moves = set(mlflow.aliases(name).values()), read_log(mlflow, name).moves
+            versions = mlflow.versions(name)
+            missing = aliased - {version.version for version in versions}
+            if missing:
+                raise UnusableAnswer(f"version {min(missing)} of {name} has an alias, and is not listed")
+            for version in _kept(versions, moves, aliased):
+                needed.update(artifacts_of(version))
+            registered.update((name, version.tags.get(WEIGHTS, "")) for version in versions)
+    return Retained(frozenset(needed), frozenset(registered))
+
+
+def artifacts_of(version: ModelVersion) -> Iterator[ArtifactName]:
+    """Yield the artifacts that the tags of a version, and the address of its files, name."""
+    for tag, key in version.tags.items():
+        if found := _KEY.fullmatch(tag):
+            yield ArtifactName(found[1], key)
+    if address := parse_artifact_address(version.source):
+        yield ArtifactName(address.stage, address.key)
+
+
+def _kept(
+    versions: Sequence[ModelVersion], moves: Sequence[Move], aliased: set[str]
+) -> Iterator[ModelVersion]:
+    in_history = {name for move in moves for name in (move.version, move.previous)}
+    for version in versions:
+        is_foreign = not any(map(_KEY.fullmatch, version.tags))
+        was_champion = version.version in in_history
+        is_usable = revocation(version, versions, moves) is None
+        if version.version in aliased or is_foreign or (was_champion and is_usable):
+            yield version
 
 
 # -- deletion --

@@ -5,7 +5,7 @@ An artifact is deleted if all of this holds:
 
 - it has weights, and its stage is not `data`;
 - it is older than the given age;
-- no version needs it that is or was champion or has an alias (`retained`), and the registry knows
+- no version needs it that is or was champion or has an alias (`prune.retained`), and the registry knows
   the versions of all registrations that it led to;
 - no attempt holds its key, and no run, job or unfinished stage reads it;
 - no artifact that is kept for one of these reasons descends from it.
@@ -168,7 +168,9 @@ def _own_reason(artifact: StoredArtifact, known: Known) -> Reason | None:
     if artifact.created > known.now - known.age:
         return Reason.YOUNG
     # `created` has no fraction of a second.
-    return Reason.IN_USE if artifact.created > known.running_since - 1.0 else None
+    if artifact.created > known.running_since - 1.0:
+        return Reason.IN_USE
+    return None
 
 
 def _read(known: Known, artifacts: Collection[ArtifactName]) -> Iterator[ArtifactName]:
@@ -185,15 +187,15 @@ def _reason_of_kind(artifact: StoredArtifact) -> Reason | None:
     """Return why artifacts of this kind are kept, without what they descend from."""
     if artifact.name.stage == "data":
         return Reason.DATA
-    return None if artifact.has_weights else Reason.NO_WEIGHTS
+    if not artifact.has_weights:
+        return Reason.NO_WEIGHTS
+    return None
 
 
 def _descendants_first(artifacts: Mapping[ArtifactName, StoredArtifact]) -> list[StoredArtifact]:
     graph = {name: sorted(artifacts[name].descends_from) for name in artifacts}
-    ancestors_first = [
-        artifacts[name] for name in TopologicalSorter(graph).static_order() if name in artifacts
-    ]
-    return ancestors_first[::-1]
+    ancestors_first = filter(artifacts.__contains__, TopologicalSorter(graph).static_order())
+    return [artifacts[name] for name in ancestors_first][::-1]
 
 
 def _last_use(key: str, saved: float, known: Known) -> float:
@@ -207,4 +209,6 @@ def _unfinished(key: str, since: float, known: Known) -> Reason | None:
     claim = known.claims.get(key)
     if claim is not None and claim.held:
         return Reason.HELD
-    return Reason.YOUNG if since > known.now - known.unfinished_age else None
+    if since > known.now - known.unfinished_age:
+        return Reason.YOUNG
+    return None

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from yaml import YAMLError
+
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.register import PolicyStage
@@ -22,9 +24,6 @@ from rlhf_core.run.registered_policies import RegisteredPolicy, RegisteredVersio
 log = logging.getLogger(__name__)
 
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
-_FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\n(.*?)^---[ \t]*$", re.MULTILINE | re.DOTALL)
-_LICENSE = re.compile(r"^license:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
-_LICENSES = re.compile(r"^license:[ \t]*\n((?:[ \t]*-[ \t]*[\w.-]+[ \t]*\n)+)", re.MULTILINE)
 _HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
 """Digest of a data set of the hub, with its split."""
 _UNKNOWN = "unknown"
@@ -43,7 +42,9 @@ def model_card(policy: RegisteredPolicy) -> str:
             policy.name, policy.version.version,
         )  # fmt: skip
         evaluation = {}
-    own = results_of(evaluation, policy.trained_by) if evaluation else {}
+    own: Mapping[str, Any] = {}
+    if evaluation:
+        own = results_of(evaluation, policy.trained_by)
     titles = titles_of(evaluation.get("rl_algorithm", "PPO"))
     base, first_base = _base(policy)[0], _base(_first(policy))
     licence, sources, tags = _base_licence(policy), _data_sources(policy), policy.version.tags
@@ -108,7 +109,9 @@ def _results(
         return
     rates = {"win rate over the SFT model": own["win_rate"]}
     if controlled := own.get("win_rate_length_controlled"):
-        remark = f" ({NOT_IDENTIFIED})" if "identified" in controlled else ""
+        remark = ""
+        if "identified" in controlled:
+            remark = f" ({NOT_IDENTIFIED})"
         rates[f"the same, length-controlled{remark}"] = controlled
     if chosen := evaluation.get("over_chosen"):
         rates["win rate over the data's answers"] = chosen["win_rate"][trained_by]
@@ -139,7 +142,9 @@ def _base_licence(policy: RegisteredPolicy) -> str:
         card = cached_card(name, revision)
     else:
         card = Path(model["path"], "README.md")
-    return _UNKNOWN if card is None or not card.is_file() else licence_of(card)
+    if card is None or not card.is_file():
+        return _UNKNOWN
+    return licence_of(card)
 
 
 def _first(policy: RegisteredVersion) -> RegisteredVersion:
@@ -151,13 +156,15 @@ def _first(policy: RegisteredVersion) -> RegisteredVersion:
 
 def licence_of(card: Path) -> str:
     """Return the licence in the front matter of a card, or several with commas; "unknown" if it has none."""
-    front_matter = _FRONT_MATTER.match(card.read_text(encoding="utf-8", errors="replace"))
-    if front_matter is None:
+    from huggingface_hub.repocard import metadata_load
+
+    try:
+        found = (metadata_load(card) or {}).get("license")
+    except (ValueError, YAMLError):  # other people have written it
         return _UNKNOWN
-    if several := _LICENSES.search(front_matter.group(1)):
-        return ", ".join(re.findall(r"[\w.][\w.-]*", several.group(1)))
-    found = _LICENSE.search(front_matter.group(1))
-    return found.group(1) if found else _UNKNOWN
+    if isinstance(found, list):
+        return ", ".join(map(str, found))
+    return str(found or _UNKNOWN)
 
 
 def _base_digest(policy: RegisteredVersion) -> str:
@@ -172,14 +179,17 @@ def _base(policy: RegisteredVersion) -> tuple[str, bool]:
     if reference is not None:
         place, _, rest = reference.partition("://")
         name, number = rest.split("/", 2)[:2]
-        return (f"{name} version {number}" if place == "registry" else f"artifact {name}/{number}"), False
+        if place == "registry":
+            return f"{name} version {number}", False
+        return f"artifact {name}/{number}", False
     path = policy.config["model"].get("path")
     if not path:
         return "a model from scratch", False
     digest = _base_digest(policy)
     # The digest identifies it on every machine. A folder can be missing here, and look like an id.
-    on_hub = digest.startswith("hub:") if digest else is_hub_model(path)
-    return path if on_hub else _last_part(path), on_hub
+    if digest.startswith("hub:") or (not digest and is_hub_model(path)):
+        return path, True
+    return _last_part(path), False
 
 
 def _last_part(address: str) -> str:
@@ -201,8 +211,9 @@ def _data_sources(policy: RegisteredPolicy) -> list[tuple[str, str, str]]:
 def _data_licence(digest: str) -> str:
     """Return the licence of a data set by its card in the local cache; "unknown" if it is not of the hub."""
     found = _HUB_DATA.match(digest)
-    card = cached_card(found["name"], found["commit"], "dataset") if found else None
-    return _UNKNOWN if card is None else licence_of(card)
+    if found is None or (card := cached_card(found["name"], found["commit"], "dataset")) is None:
+        return _UNKNOWN
+    return licence_of(card)
 
 
 def _json(policy: RegisteredVersion, stage: Any, name: str) -> dict[str, Any]:

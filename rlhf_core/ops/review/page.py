@@ -49,7 +49,9 @@ def _winner(one: SampledAnswer, other: SampledAnswer) -> str | None:
     difference = one.score - other.score
     if difference == 0:
         return "tie"
-    return "policy" if difference > 0 else "sample"
+    if difference > 0:
+        return "policy"
+    return "sample"
 
 
 def render_page(name: str, pairs: Sequence[BlindPair], options: str = "") -> str:
@@ -77,25 +79,29 @@ def agreement_with_judge(votes: Sequence[Vote]) -> float | None:
     """Return the share of votes that agree with the judge of the run; half where one of both is a tie. None
     if no judge has scored the answers.
     """
-    same = []
+    same: list[float] = []
     for vote in votes:
         winner = vote.pair.sample["winner"]
         if winner is not None:
             by_judge = {vote.pair.policy: 1.0, "tie": 0.5}.get(winner, 0.0)
             same.append(1 - abs(vote.preference - by_judge))
-    return math.fsum(same) / len(same) if same else None
+    return _mean(same)
 
 
 def agreement_of_people(by_pair: Mapping[int, Mapping[str, float]]) -> float | None:
     """Return the mean agreement of two people who voted on the same pair, over all such people and pairs: 1
     for the same vote, 0.5 if one of both is a tie. None if no pair has votes of two people.
     """
-    same = [
-        1 - abs(one - other)
-        for votes in by_pair.values()
-        for one, other in itertools.combinations(votes.values(), 2)
-    ]
-    return math.fsum(same) / len(same) if same else None
+    same: list[float] = []
+    for votes in by_pair.values():
+        same += [1 - abs(one - other) for one, other in itertools.combinations(votes.values(), 2)]
+    return _mean(same)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return math.fsum(values) / len(values)
 
 
 def preference_rows(votes: Sequence[Vote]) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -56,14 +56,23 @@ from rlhf_core.tracking.mlflow_client import Mlflow, Point
 from rlhf_core.tracking.tracker import open_tracking, public_uri
 from rlhf_core.types import ArtifactRef
 
-_SAMPLES: dict[Opponent, tuple[StageName, str]] = {
-    "sft": ("evaluate", "samples.jsonl"),
-    "champion": ("register", "match_samples.jsonl"),
-    "sample": ("sample", ANSWERS),
+
+class _Samples(NamedTuple):
+    """The samples of a page."""
+
+    stage: StageName
+    file: str
+    page: str
+    """Name of the page."""
+    options: str
+    """Options of `rlhf review` that choose the page."""
+
+
+_SAMPLES: dict[Opponent, _Samples] = {
+    "sft": _Samples("evaluate", "samples.jsonl", "against-sft", ""),
+    "champion": _Samples("register", "match_samples.jsonl", "against-champion", " --against champion"),
+    "sample": _Samples("sample", ANSWERS, "of-sample", " --of sample"),
 }
-"""Stage and file of the samples."""
-_OPTIONS: dict[Opponent, str] = {"sft": "", "champion": " --against champion", "sample": " --of sample"}
-"""Options of `rlhf review` that choose the page."""
 _PAIRS = 50
 """Pairs on a page of the stage `sample`: ten minutes for a person."""
 
@@ -106,11 +115,11 @@ class Review:
                 f"--pairs: is for --of sample; got {pairs} for another page, which has evaluate.samples"
                 " pairs; leave it out"
             )
-        name = "of-sample" if self.opponent == "sample" else f"against-{self.opponent}"
-        path = path or self.folder / f"{name}.html"
+        samples = _SAMPLES[self.opponent]
+        path = path or self.folder / f"{samples.page}.html"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, render_page(self.name, shown, _OPTIONS[self.opponent]))
+            write_atomic(path, render_page(self.name, shown, samples.options))
         except OSError as error:
             raise InputError(
                 f"--output: the page {path} cannot be written ({error.strerror}); name another file"
@@ -119,7 +128,9 @@ class Review:
 
     def pairs_of(self, file: VoteFile) -> list[BlindPair]:
         """Return the pairs of the page that saved a file of votes, if it was one of this run."""
-        return self.pairs[: len(file.choices)] if self.opponent == "sample" else self.pairs
+        if self.opponent == "sample":
+            return self.pairs[: len(file.choices)]
+        return self.pairs
 
     def result(self) -> Result:
         """Return what all recorded votes say. Raises InputError if a recorded file cannot be read."""
@@ -234,7 +245,7 @@ def votes_command(run: str, home: str, opponent: Opponent, endpoint: str | None)
     words = ["rlhf", "review", run, "--home", home]
     if endpoint is not None:
         words += ["--endpoint", endpoint]
-    return f"{shlex.join(words)}{_OPTIONS[opponent]} --votes FILE"
+    return f"{shlex.join(words)}{_SAMPLES[opponent].options} --votes FILE"
 
 
 def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str | None = None) -> Review:
@@ -255,10 +266,12 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
     place = Home.of(home)
     file = _summary(run, place)
     summary = read_json(file)
-    stage, samples_name = _SAMPLES[opponent]
+    stage, samples_name, _, _ = _SAMPLES[opponent]
     stages = (summary or {}).get("stages")
     if summary is None or not isinstance(stages, dict) or stage not in stages:
-        fix = "run the configuration with a section sample" if stage == "sample" else "run it first"
+        fix = "run it first"
+        if stage == "sample":
+            fix = "run the configuration with a section sample"
         raise InputError(f"{file} has no stage {stage}; {fix}")
     artifacts, ref = _artifact(summary, stage, place, endpoint)
     samples_file = artifacts.fetch(ref) / samples_name
@@ -315,7 +328,7 @@ def _read(path: Path, option: str = "") -> bytes:
 
 def _log(review: Review, run_id: str, result: Result, files: list[Path]) -> None:
     mlflow = _tracker(review)
-    prefix = "review/of_sample" if review.opponent == "sample" else f"review/against_{review.opponent}"
+    prefix = f"review/{_SAMPLES[review.opponent].page.replace('-', '_')}"
     # The number of files is the step, so that the last value is that of most files for any clock of a person.
     points = [
         Point(f"{prefix}/{name}", value, result.files, result.saved)

@@ -156,9 +156,10 @@ class EmbeddedPrefect:
         os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
         self.url = os.environ["PREFECT_API_URL"]
         # The logging settings of this command hide lines on the terminal. The server's log must have them.
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith("PREFECT_LOGGING_")
-        }
+        inherited = dict(os.environ)
+        for name in os.environ:
+            if name.startswith("PREFECT_LOGGING_"):
+                del inherited[name]
         self._server = SupervisedProcess(
             "Prefect's embedded server",
             server_command(port, "error"),

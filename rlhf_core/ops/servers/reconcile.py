@@ -110,15 +110,17 @@ def decide(state: str, age: float, losses: int = 0) -> Action:
     """
     # A state that begins in the future is from before the clock was set back: its age is unknown.
     is_new = -START_SECONDS <= age <= START_SECONDS
-    if state == "CANCELLING":
-        return "leave" if is_new else "cancel"
-    if state == "PENDING" and is_new:
+    if state in ("CANCELLING", "PENDING") and is_new:
         return "leave"
+    if state == "CANCELLING":
+        return "cancel"
     if state == "CRASHED" and age > MAX_CRASH_AGE:
         return "leave"
     if state not in ("RUNNING", "PENDING", "CRASHED"):
         return "leave"
-    return "give up" if losses >= MAX_LOSSES else "reschedule"
+    if losses >= MAX_LOSSES:
+        return "give up"
+    return "reschedule"
 
 
 class Reconciler:
@@ -153,10 +155,7 @@ class Reconciler:
         self._cancelled: dict[ProcessId, float] = {}
         """When processes of cancelled runs were seen first."""
         self._stopped: dict[ProcessId, float] = {}
-        """When they got SIGTERM."""
-        """Process of a cancelled run -> time of the first poll that found it; infinity after its SIGTERM,
-        because a second one would kill the stage.
-        """
+        """When they got SIGTERM. They get no second one, which would kill the stage."""
 
     def poll(self) -> None:
         """Compare the server's runs with the processes of this machine, and act.
@@ -165,12 +164,14 @@ class Reconciler:
         """
         try:
             self._cancel_overtaken()
-            commands = self._running_commands()
+            commands = self._runs(COMMAND_TAG, {"type": {"any_": ["RUNNING"]}})
             runs = [run for run in self._active_runs() if self._is_own(run)]
         except _REQUEST_ERRORS as error:
             log.debug("poll skipped: %s", error)
             return
-        processes = self._find_processes() if runs else {}
+        processes: Mapping[str, Sequence[ProcessId]] = {}
+        if runs:  # the search reads the environment of all processes
+            processes = self._find_processes()
         for run in runs:
             try:
                 self._reconcile(run, processes.get(run["id"], ()))
@@ -243,30 +244,16 @@ class Reconciler:
         return worker == self._worker or (worker is None and run["state"]["type"] == "PENDING")
 
     def _active_runs(self) -> list[dict[str, Any]]:
-        body = {
-            "flow_runs": {
-                "tags": {"all_": [TAG]},
-                "state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING", "CRASHED"]}},
-                # Not the runs inside `rlhf-rounds` and `rlhf-retrain`: they have no process of their own, and
-                # Prefect reschedules only runs of a deployment.
-                "parent_task_run_id": {"is_null_": True},
-            },
-            "sort": "EXPECTED_START_TIME_DESC",
-            "limit": 50,
-        }
-        runs: list[dict[str, Any]] = self._post("/flow_runs/filter", body)
-        return runs
+        active = {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING", "CRASHED"]}}
+        # Not the runs inside `rlhf-rounds` and `rlhf-retrain`: they have no process of their own, and Prefect
+        # reschedules only runs of a deployment.
+        return self._runs(TAG, active, parent_task_run_id={"is_null_": True})
 
     def _cancel_overtaken(self) -> None:
         """Cancel the late runs of each schedule but the newest one."""
         late = {"type": {"any_": ["SCHEDULED"]}, "name": {"any_": ["Late"]}}
-        body = {
-            "flow_runs": {"tags": {"all_": [TAG]}, "state": late},
-            "sort": "EXPECTED_START_TIME_DESC",
-            "limit": 50,
-        }
         kept: list[tuple[Any, Any]] = []
-        for run in self._post("/flow_runs/filter", body):
+        for run in self._runs(TAG, late):
             if not run.get("auto_scheduled"):
                 continue  # a person has started it
             schedule = (run["deployment_id"], run["parameters"])
@@ -275,9 +262,13 @@ class Reconciler:
             else:
                 kept.append(schedule)
 
-    def _running_commands(self) -> list[dict[str, Any]]:
-        running = {"type": {"any_": ["RUNNING"]}}
-        body = {"flow_runs": {"tags": {"all_": [COMMAND_TAG]}, "state": running}, "limit": 50}
+    def _runs(self, tag: str, state: Mapping[str, Any], **more: Any) -> list[dict[str, Any]]:
+        """Return the flow runs with a tag in some states, the newest first."""
+        body = {
+            "flow_runs": {"tags": {"all_": [tag]}, "state": state, **more},
+            "sort": "EXPECTED_START_TIME_DESC",
+            "limit": 50,
+        }
         runs: list[dict[str, Any]] = self._post("/flow_runs/filter", body)
         return runs
 

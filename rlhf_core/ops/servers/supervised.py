@@ -74,7 +74,9 @@ class SupervisedProcess:
             # Kept for `rlhf status`, because the log of the server does not have its exit code.
             self.last_end = f"exit code {self.process.returncode}"
             self.process = None
-            self.restarts = self.restarts + 1 if now - self.started < _STABLE_SECONDS else 1
+            if now - self.started >= _STABLE_SECONDS:
+                self.restarts = 0
+            self.restarts += 1
             self.next_start = now + _RESTART_DELAYS[min(self.restarts, len(_RESTART_DELAYS)) - 1]
         if now < self.next_start:
             return

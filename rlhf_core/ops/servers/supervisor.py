@@ -102,10 +102,9 @@ class Supervisor:
         prefect_port, mlflow_port = free_port(ports["prefect"]), free_port(ports["mlflow"])
         self.api = self._external_prefect or f"http://127.0.0.1:{prefect_port}/api"
         self.mlflow_url = self._external_mlflow or f"http://127.0.0.1:{mlflow_port}"
+        self._plain_environment = {**os.environ, **NO_TELEMETRY, **SAFE_PATH}
         self.environment = {
-            **os.environ,
-            **NO_TELEMETRY,
-            **SAFE_PATH,
+            **self._plain_environment,
             **past_proxies(),
             HOME_VARIABLE: str(self._home.path),
             "MLFLOW_TRACKING_URI": self.mlflow_url,
@@ -128,13 +127,8 @@ class Supervisor:
         if database_url is not None:
             # Set for this server only, because the address may contain a password.
             environment |= dict.fromkeys(DATABASE_VARIABLES, database_url)
-        return SupervisedProcess(
-            "prefect",
-            server_command(port, "warning"),
-            environment,
-            self._home.servers / "prefect.log",
-            port,
-        )
+        log_file = self._home.servers / "prefect.log"
+        return SupervisedProcess("prefect", server_command(port, "warning"), environment, log_file, port)
 
     def _mlflow(self, port: int) -> SupervisedProcess:
         command = [
@@ -145,19 +139,11 @@ class Supervisor:
             "--allowed-hosts", f"localhost:{port},127.0.0.1:{port}",
         ]  # fmt: skip
         environment = {
-            **os.environ,
-            **NO_TELEMETRY,
-            **SAFE_PATH,
+            **self._plain_environment,
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # no processes for jobs, which nothing here uses
             HOME_VARIABLE: str(self._home.path),
         }
-        return SupervisedProcess(
-            "mlflow",
-            command,
-            environment,
-            self._home.servers / "mlflow.log",
-            port,
-        )
+        return SupervisedProcess("mlflow", command, environment, self._home.servers / "mlflow.log", port)
 
     def _worker(self) -> SupervisedProcess:
         command = [
@@ -172,16 +158,16 @@ class Supervisor:
     def run(self) -> None:
         """Run until SIGTERM. Raises StageFailed if the servers do not start."""
         self._write_state("starting")
-        problem = ""
+        status, problem = "stopping", ""
         try:
             self._start()
             self._write_state("ready")
             ports = {name: server.port for name, server in self.servers.items() if server.port}
             write_json(self._home.servers_ports, ports)
             log.info("ready: %s", self.api)
-            reconciler = (
-                None if self._external_prefect else Reconciler(self.api, self._worker_name, auth=self._auth)
-            )
+            reconciler = None
+            if not self._external_prefect:
+                reconciler = Reconciler(self.api, self._worker_name, auth=self._auth)
             while not self.stopping:
                 try:
                     self._poll(reconciler)
@@ -189,12 +175,12 @@ class Supervisor:
                     log.exception("tried again in %g s", POLL_SECONDS)
                 self._pause(POLL_SECONDS)
         except RLHFError as error:
-            problem = error.message
+            status, problem = "failed", error.message
             raise
         finally:
             # Written before the servers are stopped, and kept: `rlhf up` reads the problem from this file.
             with suppress(OSError):  # a full disk must not leave servers behind
-                self._write_state("failed" if problem else "stopping", problem)
+                self._write_state(status, problem)
             self._stop()
             self._home.prefect_profiles.unlink(missing_ok=True)
 
@@ -214,7 +200,7 @@ class Supervisor:
             # MLflow's server would create its database in place. If it were killed at that time, the database
             # would be unusable. This program creates it in a temporary file and renames it.
             create = [*python_module("rlhf_core.tracking.database"), str(self._home.mlflow_database)]
-            self._call(create, "mlflow.log", {**os.environ, **NO_TELEMETRY, **SAFE_PATH})
+            self._call(create, "mlflow.log", self._plain_environment)
             self.servers["mlflow"].ensure_running()
         if self._external_prefect:
             # The worker would create it too, but a deployment cannot be created before.
@@ -276,9 +262,10 @@ class Supervisor:
     def _stop(self) -> None:
         """Stop the flow runs, then the servers, to which the flow runs report their end."""
         stop(flow_processes(self._home), FLOW_STOP_SECONDS)
+        # In reverse, so that the worker ends before the server that it asks.
         for server in reversed(self.servers.values()):
-            process = server.id()
-            stop([process] if process else [], 10.0)
+            if process := server.id():
+                stop([process], 10.0)
 
     def _limit_queue(self) -> bool:
         """Have Prefect's server start one flow run of `QUEUE` at a time. Return whether it has the queue."""

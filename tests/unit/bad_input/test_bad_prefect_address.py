@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.main import exit_code
-from rlhf_core.ops.servers.external import prefect_responds
+from rlhf_core.ops.servers.servers import prefect_responds
 from tests.unit.bad_input.bad_inputs import outside
 
 

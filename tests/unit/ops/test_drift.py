@@ -21,6 +21,7 @@ import pytest
 from rlhf_core.config.data import DriftConfig, Measure
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
+from rlhf_core.ops.drift.compare import Finding, drift_markdown, findings
 from rlhf_core.ops.drift.measures import (
     MIN_NEW_ROWS,
     Change,
@@ -34,7 +35,6 @@ from rlhf_core.ops.drift.measures import (
     statistics_of_new_rows,
     to_json,
 )
-from rlhf_core.ops.drift.page import Finding, drift_markdown, findings
 from tests.support.data_artifact import TEXTS, data_artifact
 
 

@@ -25,8 +25,7 @@ from rlhf_cli.main import Stopped
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.tracking import bounded_http
 from rlhf_core.tracking.champions import registered_models
-from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.mlflow_errors import UnusableAnswer
+from rlhf_core.tracking.mlflow_client import Mlflow, UnusableAnswer
 from rlhf_core.tracking.tracker import Tracking
 
 Serve = Callable[[socket.socket], None]

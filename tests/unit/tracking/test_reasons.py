@@ -10,8 +10,7 @@ import socket
 
 import pytest
 
-from rlhf_core.tracking.mlflow_client import Mlflow
-from rlhf_core.tracking.mlflow_errors import describe_failure, short_reason
+from rlhf_core.tracking.mlflow_client import Mlflow, describe_failure, short_reason
 
 
 def test_failed_request_has_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,8 +240,8 @@ def test_spools_of_dead_attempts_are_merged(tmp_path: Path) -> None:
     for attempt, value in ((1, 1.0), (2, 2.0)):
         spool = Spool(tmp_path / f"alone{attempt}", attempt)
         spool.add({"loss": value, f"only/{attempt}": value}, 0)
-        spool.add_text(str(attempt), "same.txt")
-        spool.add_text(str(attempt), f"only/{attempt}.txt")
+        spool.add_bytes(str(attempt).encode(), "same.txt")
+        spool.add_bytes(str(attempt).encode(), f"only/{attempt}.txt")
         spool.folder.rename(tmp_path / f"attempt-{attempt:06d}")
     merged = Spool(tmp_path, 7)
     assert merged.pending == {("only/1", 0): 1.0, ("loss", 0): 2.0, ("only/2", 0): 2.0}
