@@ -12,9 +12,10 @@ content     which file, dataset or model is read; the digest of its content is i
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
@@ -45,6 +46,17 @@ class Section(BaseModel):
     """A part of the configuration: frozen, no unknown keys, strict types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each rule between fields that is not kept. All fields are valid by then."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        # Only the first one: a later rule may rely on those before it.
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
 
 
 class Range(NamedTuple):

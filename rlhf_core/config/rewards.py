@@ -5,12 +5,12 @@ common.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import regex
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rlhf_core.config.base import (
     PAUSE,
@@ -27,7 +27,7 @@ from rlhf_core.config.base import (
     result,
 )
 from rlhf_core.config.redact import is_secret_variable, shown
-from rlhf_core.config.server_url import check_url
+from rlhf_core.config.server_url import url_problem
 
 _FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
 """A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""
@@ -240,11 +240,10 @@ class RemoteReward(ExternalReward):
     breaker_seconds: PositiveFloat = execution(15.0, within=PAUSE)
     """Seconds for which it is not used"""
 
-    @model_validator(mode="after")
-    def _check_urls(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for index, url in enumerate(self.urls):
-            check_url(url, f"urls.{index}", token="RLHF_REWARD_TOKEN")
-        return self
+            if problem := url_problem(url, "RLHF_REWARD_TOKEN"):
+                yield f"urls.{index}: {problem}"
 
 
 class ChatServiceConfig(Section):
@@ -313,10 +312,9 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
     the stage `ppo` fails. Equal grades count half. null, or weight 0: not measured
     """
 
-    @model_validator(mode="after")
-    def _check_url(self) -> Self:
-        check_url(self.url, "url")
-        return self
+    def problems(self) -> Iterator[str]:
+        if problem := url_problem(self.url):
+            yield f"url: {problem}"
 
 
 AnyReward = Annotated[
