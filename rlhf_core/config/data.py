@@ -159,6 +159,10 @@ class SyntheticConfig(Section):
     label_temperature: NonNegativeFloat = result(0.25, within=COEFFICIENT)
     """Annotator noise: P(chosen) = sigmoid(gold difference / temperature); 0: no errors"""
 
+    def rows(self, name: SetName) -> int:
+        """Return the number of generated rows of a set."""
+        return {"sft": self.sft_examples, "preference": self.pairs, "prompts": self.prompts}[name]
+
 
 class DataConfig(Section):
     """Data sources and their conversion to token files."""

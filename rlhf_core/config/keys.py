@@ -142,27 +142,21 @@ def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str
     """Return the settings of `stage` that affect rounding and are not in its key, by their full names."""
     settings: dict[str, str] = {}
     for name in sections_read(config, stage):
-        section = _section(config, name)
+        section = _value(config, name)
         if section is not None:
-            settings.update(_rounding_settings(name, section))
-    return {name: value for name, value in settings.items() if _is_read(STAGES[stage].fields, name)}
+            read = _only(STAGES[stage].fields, name, _rounding_settings(section))
+            settings |= {field: str(value) for field, value in leaves(name, read)}
+    return settings
 
 
-def _is_read(fields: Mapping[str, tuple[str, ...]], name: str) -> bool:
-    """Return whether a setting, such as `reward.judge.deepspeed.hpz`, affects a stage (`Stage.fields`)."""
-    parts = name.split(".")
-    sections = {".".join(parts[:depth]): parts[depth] for depth in range(1, len(parts))}
-    return all(field in fields[section] for section, field in sections.items() if section in fields)
-
-
-def _rounding_settings(prefix: str, section: Section) -> dict[str, str]:
-    settings: dict[str, str] = {}
+def _rounding_settings(section: Section) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            settings.update(_rounding_settings(f"{prefix}.{name}", value))
-        elif effect_of(field) == "rounding" and value is not None:
-            settings[f"{prefix}.{name}"] = str(value)
+            settings[name] = _rounding_settings(value)
+        elif effect_of(field) == "rounding":
+            settings[name] = value
     return settings
 
 
@@ -270,14 +264,9 @@ def result_settings(section: Section) -> dict[str, Any]:
 
 
 def _settings(config: PipelineConfig, name: str) -> dict[str, Any] | None:
-    section = _section(config, name)
+    """Return the settings of a section, such as `ppo` or `reward.judge`; None if it is null."""
+    section = _value(config, name)
     return None if section is None else result_settings(section)
-
-
-def _section(config: PipelineConfig, name: str) -> Section | None:
-    """Return a section by its name in the YAML file, such as `ppo` or `reward.judge`; None if it is null."""
-    section: Section | None = _value(config, name)
-    return section
 
 
 def _value(config: PipelineConfig, path: str) -> Any:

@@ -59,6 +59,11 @@ _TITLES = {
     "dr_grpo": "Dr. GRPO",
 }
 """Algorithms whose name people do not write in capitals only."""
+_AGGREGATIONS: dict[str, ConfiguredAggregation] = {
+    "grpo": "seq-mean-token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+"""`aggregation` of algorithms for which it is not `token-mean`."""
 MINIBATCH = 64
 """Responses of an optimizer step in InstructGPT (Ouyang et al. 2022) and LLaMA-2 (Touvron et al. 2023)."""
 
@@ -307,12 +312,14 @@ class PPOConfig(PackedSection):
         if self.lora.quantize is not None or self.lora.r > MAX_ENGINE_RANK:
             return False
         # A merge in float32 is not rounded, so it loses nothing of a small update.
-        return (self.engine.dtype, self.policy_deepspeed.dtype) != ("float32", "float32")
+        return self.served_dtype != "float32"
 
     @property
     def served_dtype(self) -> str:
         """Precision to which weights are rounded for the engines: the lower one of engines and training."""
-        return self.engine.dtype if self.engine.dtype != "float32" else self.policy_deepspeed.dtype
+        if self.engine.dtype != "float32":
+            return self.engine.dtype
+        return self.policy_deepspeed.dtype
 
     @property
     def group_kind(self) -> GroupKind | None:
@@ -339,9 +346,7 @@ class PPOConfig(PackedSection):
             return self.aggregation
         if isinstance(self.loss, SequenceLoss):
             return "seq-mean-token-mean"
-        if self.algorithm == "dr_grpo":
-            return "seq-mean-token-sum-norm"
-        return "seq-mean-token-mean" if self.algorithm == "grpo" else "token-mean"
+        return _AGGREGATIONS.get(self.algorithm, "token-mean")
 
     @property
     def loss_sum(self) -> Aggregation:
@@ -365,9 +370,9 @@ class PPOConfig(PackedSection):
         """`importance`, or the default for the configured precisions and staleness."""
         if self.importance is not None:
             return self.importance
-        if self.staleness:
+        if self.staleness or self.served_dtype != "float32":
             return "truncate"
-        return "none" if self.engine.dtype == self.policy_deepspeed.dtype == "float32" else "truncate"
+        return "none"
 
     @property
     def sync_every(self) -> int:
@@ -384,8 +389,9 @@ class PPOConfig(PackedSection):
     @property
     def kl_limit(self) -> float:
         """`max_kl`, or the default derived from the target."""
-        derived = 100.0 if self.kl.target is None else 5 * self.kl.target
-        return derived if self.max_kl is None else self.max_kl
+        if self.max_kl is not None:
+            return self.max_kl
+        return 5 * self.kl.target if self.kl.target else 100.0
 
     @property
     def evaluation_interval(self) -> int | None:
@@ -397,13 +403,14 @@ class PPOConfig(PackedSection):
     @property
     def publish_kl_limit(self) -> float:
         """`publish_max_kl`, or the default derived from the target."""
-        derived = math.inf if self.kl.target is None else 5 * self.kl.target
-        return derived if self.publish_max_kl is None else self.publish_max_kl
+        if self.publish_max_kl is not None:
+            return self.publish_max_kl
+        return 5 * self.kl.target if self.kl.target else math.inf
 
     @property
     def kl_horizon(self) -> int:
         """`kl.horizon`, or the default derived from the number of responses per step."""
-        return 20 * self.rollout_batch_size if self.kl.horizon is None else self.kl.horizon
+        return self.kl.horizon or 20 * self.rollout_batch_size
 
     @property
     def policy_optimizer_steps(self) -> int:

@@ -97,9 +97,7 @@ def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:
     """Return the number of rows of a local or generated source."""
     address = address_of(source)
     if address.kind == "synthetic":
-        synthetic = config.data.synthetic
-        every = {"sft": synthetic.sft_examples, "preference": synthetic.pairs, "prompts": synthetic.prompts}
-        rows = every[name]
+        rows = config.data.synthetic.rows(name)
     else:
         rows = sum(_rows_of_file(file) for file in list_files(address, source.split))
     return rows if source.limit is None else min(rows, source.limit)
