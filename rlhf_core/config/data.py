@@ -30,6 +30,8 @@ PROMPT = "data.max_prompt_tokens"
 RESPONSE = "data.max_response_tokens"
 TEXT = "data.max_text_tokens"
 NEW = "ppo.max_new_tokens"
+LIMIT_FIELDS = (PROMPT, RESPONSE, TEXT, NEW)
+"""In the order of `Limits`."""
 
 
 class Limits(NamedTuple):

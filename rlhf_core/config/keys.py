@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.base import Section, effect_of, inherits, is_later
+from rlhf_core.config.base import Section, declared, effect_of
 from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu
 from rlhf_core.config.register import POLICIES
 from rlhf_core.pipeline import STAGES, StageName, stages_between
@@ -124,18 +124,13 @@ def _of_stage(config: PipelineConfig, name: str) -> dict[str, Any] | None:
     return settings
 
 
-def _only(
-    fields: Mapping[str, tuple[str, ...]], name: str, settings: dict[str, Any] | None
-) -> dict[str, Any] | None:
+def _only(fields: Mapping[str, tuple[str, ...]], name: str, settings: Any) -> Any:
     """Return the settings of a section without those that do not affect a stage (`Stage.fields`)."""
-    if settings is None:
-        return None
+    if not isinstance(settings, dict):
+        return settings
     if name in fields:
         return {key: value for key, value in settings.items() if key in fields[name]}
-    return {
-        key: _only(fields, f"{name}.{key}", value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-    }
+    return {key: _only(fields, f"{name}.{key}", value) for key, value in settings.items()}
 
 
 def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
@@ -213,7 +208,10 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
 def flat(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
     """Return `{"ppo.kl.coef": 0.05, ...}` without null values, of some top-level sections or of all."""
     dump = config.model_dump(mode="json", by_alias=True)
-    return {name: value for section in sections or dump for name, value in leaves(section, dump[section])}
+    found: dict[str, Any] = {}
+    for section in sections or dump:
+        found.update(leaves(section, dump[section]))
+    return found
 
 
 def changed(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
@@ -248,7 +246,7 @@ def result_settings(section: Section) -> dict[str, Any]:
             continue
         key = field.alias or name
         value = getattr(section, name)
-        if is_later(field) and value == field.default:
+        if declared(field, "later") and value == field.default:
             continue
         if isinstance(value, Section):
             settings[key] = result_settings(value)
@@ -257,7 +255,7 @@ def result_settings(section: Section) -> dict[str, Any]:
         else:
             settings[key] = dump[key]
     for name, field in type(section).model_fields.items():
-        if inherits(field) and name in settings:
+        if declared(field, "inherits") and name in settings:
             own: dict[str, Any] = settings[name]
             settings[name] = {part: own[part] for part in own if own[part] != settings.get(part)}
     return settings

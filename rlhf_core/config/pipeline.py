@@ -26,6 +26,7 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.data import (
     DEMO_LIMITS,
+    LIMIT_FIELDS,
     SETS,
     DataConfig,
     DriftConfig,
@@ -446,14 +447,7 @@ class PipelineConfig(Section):
 
     def with_limits(self, limits: Limits) -> Self:
         """Return the configuration with these length limits."""
-        lengths = {
-            "max_prompt_tokens": limits.prompt,
-            "max_response_tokens": limits.response,
-            "max_text_tokens": limits.text,
-        }
-        data = self.data.model_copy(update=lengths)
-        ppo = self.ppo.model_copy(update={"max_new_tokens": limits.new})
-        return self.model_copy(update={"data": data, "ppo": ppo})
+        return self.with_values(dict(zip(LIMIT_FIELDS, limits, strict=True)))
 
     def model_post_init(self, context: Any, /) -> None:
         """Fill the length limits of the demo, and refuse missing data of any other run.
@@ -467,7 +461,7 @@ class PipelineConfig(Section):
         else:
             self._require_data()
             missing = {name: () for name in SETS if name not in self.data.model_fields_set}
-            object.__setattr__(self, "data", self.data.model_copy(update=missing))
+            object.__setattr__(self, "data", self.data.with_values(missing))
 
     def problems(self) -> Iterator[str]:
         yield from self._of_start()

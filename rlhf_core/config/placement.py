@@ -50,7 +50,7 @@ class Group:
     @property
     def label(self) -> str:
         """The roles in words: `critic + reward model`."""
-        return " + ".join("reward model" if role == "reward" else role for role in self.roles)
+        return " + ".join(self.roles).replace("reward", "reward model")
 
     @property
     def trains(self) -> bool:

@@ -55,6 +55,9 @@ def compiled(pattern: str) -> Any:
     return regex.compile(pattern, regex.VERSION0 | regex.DOTALL)
 
 
+_TIMEOUT = Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
+
+
 class RewardSource(Section):
     """Fields of all sources. Each has a field `type`, which selects it."""
 
@@ -205,9 +208,7 @@ class PythonReward(UserFunction, ExternalReward):
     type: Literal["python"] = "python"
     # With `on_error: mask` a time limit decides which responses count. It is not in the key, because what is
     # too slow depends on the machine.
-    timeout: PositiveFloat = execution(
-        30.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
-    )
+    timeout: PositiveFloat = execution(30.0, within=_TIMEOUT)
     """Seconds for one batch"""
     retries: NonNegativeInt = execution(1, within=TRIES)
     """Retries of a batch that failed"""
@@ -227,9 +228,7 @@ class RemoteReward(ExternalReward):
     """Concurrent requests to each replica"""
     send_tokens: bool = result(False)
     """Also send token ids, for a service with the tokenizer of the policy"""
-    timeout: PositiveFloat = execution(
-        30.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
-    )
+    timeout: PositiveFloat = execution(30.0, within=_TIMEOUT)
     """Seconds for one request, from the address look-up to the last byte"""
     retries: NonNegativeInt = execution(4, within=TRIES)
     """Retries of a request that failed"""
@@ -269,9 +268,7 @@ class ChatServiceConfig(Section):
     """
     concurrency: PositiveInt = execution(8, within=Range(1, 1024, "connections to one service"))
     """Concurrent requests"""
-    timeout: PositiveFloat = execution(
-        60.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
-    )
+    timeout: PositiveFloat = execution(60.0, within=_TIMEOUT)
     """Seconds for one request, from the address look-up to the last byte"""
     retries: NonNegativeInt = execution(5, within=TRIES)
     """Retries of a request that failed"""

@@ -90,17 +90,14 @@ class Hardware:
 
 
 # `link`: NVLink in one direction, half of what data sheets state (A100 600 GB/s, H100 and H200 900 GB/s).
-_DEVICES = {
-    device.name: device
-    for device in (
-        Device("A100-40G", 39.4 * GIB, 312e12, 1.555e12, 300e9, r"NVIDIA A100-\w+-40GB"),
-        Device("A100-80G", 79.1 * GIB, 312e12, 2.039e12, 300e9, r"NVIDIA A100(-\w+-80GB| 80GB PCIe)"),
-        Device("H100-80G", 79.1 * GIB, 989e12, 3.35e12, 450e9, "NVIDIA H100 80GB HBM3"),
-        Device("H200-141G", 139.7 * GIB, 989e12, 4.8e12, 450e9, "NVIDIA H200"),
-        Device("L40S-48G", 44.4 * GIB, 362e12, 0.864e12, 32e9, "NVIDIA L40S"),
-        Device("RTX4090-24G", 23.5 * GIB, 165e12, 1.008e12, 25e9, "NVIDIA GeForce RTX 4090"),
-    )
-}
+_DEVICES = (
+    Device("A100-40G", 39.4 * GIB, 312e12, 1.555e12, 300e9, r"NVIDIA A100-\w+-40GB"),
+    Device("A100-80G", 79.1 * GIB, 312e12, 2.039e12, 300e9, r"NVIDIA A100(-\w+-80GB| 80GB PCIe)"),
+    Device("H100-80G", 79.1 * GIB, 989e12, 3.35e12, 450e9, "NVIDIA H100 80GB HBM3"),
+    Device("H200-141G", 139.7 * GIB, 989e12, 4.8e12, 450e9, "NVIDIA H200"),
+    Device("L40S-48G", 44.4 * GIB, 362e12, 0.864e12, 32e9, "NVIDIA L40S"),
+    Device("RTX4090-24G", 23.5 * GIB, 165e12, 1.008e12, 25e9, "NVIDIA GeForce RTX 4090"),
+)
 
 
 def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None = None) -> Hardware:
@@ -119,7 +116,7 @@ def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None
     if len(matches) != 1 or 0 in numbers:
         raise ConfigError(
             "--gpus: must be a count and a device, such as 8xA100-80G, or hosts, devices of each and the"
-            f" device, such as 2x8xH100-80G; got {text!r}; known: {', '.join(_DEVICES)}"
+            f" device, such as 2x8xH100-80G; got {text!r}; known: {', '.join(each.name for each in _DEVICES)}"
         )
     hosts, each = [1, 1, *numbers][-2:]
     if hosts > 1 and link is None:
@@ -138,7 +135,7 @@ def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None
 
 def _devices_named(name: str) -> list[Device]:
     """Return the devices of this name. It may lack the memory, as `H100`."""
-    return [each for known, each in _DEVICES.items() if name.upper() in (known.upper(), known.split("-")[0])]
+    return [each for each in _DEVICES if name.upper() in (each.name.upper(), each.name.split("-")[0])]
 
 
 def parse_link(text: str) -> Network:
@@ -169,8 +166,13 @@ def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | N
     Args:
         hosts: For each host, the number of its GPUs that Ray uses, and the names of all its GPUs.
     """
-    counts = [count for count, _ in hosts if count]
-    device = _device_of([name for count, names in hosts if count for name in names or ("unknown",)])
+    counts: list[int] = []
+    names: list[str] = []
+    for count, names_of_host in hosts:
+        if count:
+            counts.append(count)
+            names += names_of_host or ("unknown",)
+    device = _device_of(names)
     if device is None:
         return None
     return Hardware(sum(counts), device, len(counts) if len(set(counts)) == 1 else 1)
@@ -180,7 +182,7 @@ def _device_of(names: Iterable[str]) -> Device | None:
     """Return the device that all these GPUs are."""
     kinds: set[Device | None] = set()
     for name in names:
-        known = (device for device in _DEVICES.values() if re.fullmatch(device.pattern, name))
+        known = (device for device in _DEVICES if re.fullmatch(device.pattern, name))
         kinds.add(next(known, None))
     return kinds.pop() if len(kinds) == 1 else None
 

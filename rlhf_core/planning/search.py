@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import learning_rates, sharding_problems
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.pipeline import TrainingStage
+from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import PlacementPlan, plan
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, TrainingSection, adapter_rate
@@ -254,20 +254,18 @@ def _with_section(
     config: PipelineConfig, stage: TrainingStage, section: TrainingSection, values: dict[str, Any]
 ) -> PipelineConfig:
     """Return the configuration with other settings of a stage that trains one model."""
-    if stage in PipelineConfig.model_fields:
-        return config.model_copy(update={stage: section.model_copy(update=values)})
-    # The judge: what is equal to the settings of the reward model is none of its own.
-    own = {name: value for name, value in values.items() if value != getattr(section, name)}
-    assert config.reward.judge is not None
-    judge = config.reward.judge.model_copy(update=own)
-    return config.model_copy(update={"reward": config.reward.model_copy(update={"judge": judge})})
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        # Of a judge, what is equal to the settings of the reward model is none of its own.
+        if value != getattr(section, name):
+            changed[f"{section_of(stage)}.{name}"] = value
+    return config.with_values(changed)
 
 
 def _of_ppo(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Iterator[Candidate]:
     before = config.ppo
     sizes = _sizes(before.micro_batch_tokens, config.max_sequence_tokens)
-    dtypes = (before.policy_deepspeed.dtype, before.critic_deepspeed.dtype, before.engine.dtype)
-    kinds = _kinds_of_training(before.lora, *dtypes)
+    kinds = _kinds_of_training(before.lora, *_dtypes(before))
     for placed in _placements(before, shape, hardware):
         for size, (precision, lora) in product(sizes, kinds):
             for sharding in _shardings(placed.policy_deepspeed.ranks, hardware):
@@ -275,13 +273,15 @@ def _of_ppo(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> It
                 critic = _sharded(placed.critic_deepspeed, sharding | precision)
                 if policy is None or critic is None:
                     continue
-                engine = placed.engine.model_copy(update=precision)
+                engine = placed.engine.with_values(precision)
                 values = {"policy_deepspeed": policy, "critic_deepspeed": critic, "engine": engine}
-                values |= {"micro_batch_tokens": size, "lora": lora}
-                ppo = placed.model_copy(update=values)
+                ppo = placed.with_values(values | {"micro_batch_tokens": size, "lora": lora})
                 for share in _shares(config, ppo, shape, hardware):
-                    engine = ppo.engine.model_copy(update={"gpu_memory_utilization": share})
-                    yield _candidate_of_ppo(config, ppo.model_copy(update={"engine": engine}))
+                    yield _candidate_of_ppo(config, ppo.with_values({"engine.gpu_memory_utilization": share}))
+
+
+def _dtypes(ppo: PPOConfig) -> tuple[str, str, str]:
+    return ppo.policy_deepspeed.dtype, ppo.critic_deepspeed.dtype, ppo.engine.dtype
 
 
 def _candidate_of_ppo(config: PipelineConfig, ppo: PPOConfig) -> Candidate:
@@ -295,12 +295,8 @@ def _candidate_of_ppo(config: PipelineConfig, ppo: PPOConfig) -> Candidate:
     price += 1.0 * (ppo.engine.gpu_memory_utilization != before.engine.gpu_memory_utilization)
     price += _steps(before.micro_batch_tokens, ppo.micro_batch_tokens)
     price += 6.0 * (ppo.lora != before.lora)
-    precision = {
-        (section.policy_deepspeed.dtype, section.critic_deepspeed.dtype, section.engine.dtype)
-        for section in (before, ppo)
-    }
-    same = ppo.lora == before.lora and len(precision) == 1
-    return Candidate(config.model_copy(update={"ppo": ppo}), price, same)
+    same = ppo.lora == before.lora and _dtypes(ppo) == _dtypes(before)
+    return Candidate(config.with_values({"ppo": ppo}), price, same)
 
 
 def _placements(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterator[PPOConfig]:
@@ -324,25 +320,21 @@ def _placements(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterat
                 groups = plan(sized).groups
                 placement = PlacementPlan(groups, 0, ways_of_engine, colocated=colocate == "all")
                 for count, level in product(_engine_counts(ppo, placement, hardware), sorted(levels)):
-                    values = {"count": count, "tensor_parallel": ways_of_engine, "sleep_level": level}
-                    engine = ppo.engine.model_copy(update=values)
-                    yield sized.model_copy(update={"engine": engine})
+                    values = {"engine.count": count, "engine.tensor_parallel": ways_of_engine}
+                    yield sized.with_values(values | {"engine.sleep_level": level})
 
 
 def _with_ranks(ppo: PPOConfig, colocate: str, ranks: int | None) -> PPOConfig:
     """Return the section with a placement, and with `ranks` in each group; None: as configured."""
     values: dict[str, Any] = {"colocate": colocate}
-    sync: dict[str, Any] = {}
     if colocate != ppo.colocate and ppo.weight_sync.backend != "gloo":
         # NCCL refuses two processes on one GPU, and `ipc` passes handles of memory of one GPU.
-        sync["backend"] = "auto"
+        values["weight_sync.backend"] = "auto"
     if ranks is not None:
-        values["policy_deepspeed"] = ppo.policy_deepspeed.model_copy(update={"ranks": ranks})
-        values["critic_deepspeed"] = ppo.critic_deepspeed.model_copy(update={"ranks": ranks})
-        if not ppo.uses_critic and ppo.uses_reward_model:
-            values["reward_ranks"] = ranks
-    values["weight_sync"] = ppo.weight_sync.model_copy(update=sync)
-    return ppo.model_copy(update=values)
+        values |= {"policy_deepspeed.ranks": ranks, "critic_deepspeed.ranks": ranks}
+    if ranks is not None and ppo.uses_reward_model and not ppo.uses_critic:
+        values["reward_ranks"] = ranks
+    return ppo.with_values(values)
 
 
 def _tensor_parallel(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> list[int]:
@@ -372,7 +364,7 @@ def _shares(config: PipelineConfig, ppo: PPOConfig, shape: ModelShape, hardware:
     else:
         memory = hardware.device.memory
         [group] = plan(ppo).groups
-        changed = config.model_copy(update={"ppo": ppo})
+        changed = config.with_values({"ppo": ppo})
         loads = list(group_loads(changed, shape, group, "cuda", serving=Bytes(weights=1.0)))
         # With `sleep_level`, an engine holds its memory in the rollout only.
         if ppo.engine.sleep_level:
@@ -402,13 +394,15 @@ def _of_evaluation(config: PipelineConfig, shape: ModelShape, hardware: Hardware
         price += 3.0 * _steps(ppo.engine.tensor_parallel, ways) + 2.0 * (dtype != ppo.engine.dtype)
         price += 1.0 * (share != ppo.engine.gpu_memory_utilization)
         price += 1.0 * (zero != ppo.policy_deepspeed.zero_stage)
-        evaluate = now.model_copy(update={"ranks": ranks, "engines": engines})
-        of_engine = {"tensor_parallel": ways, "gpu_memory_utilization": share, "dtype": dtype}
-        engine = ppo.engine.model_copy(update=of_engine)
-        policy = ppo.policy_deepspeed.model_copy(update={"zero_stage": zero})
-        changed = ppo.model_copy(update={"engine": engine, "policy_deepspeed": policy})
-        update = {"evaluate": evaluate, "ppo": changed}
-        yield Candidate(config.model_copy(update=update), price, dtype == ppo.engine.dtype)
+        changed = {
+            "evaluate.ranks": ranks,
+            "evaluate.engines": engines,
+            "ppo.engine.tensor_parallel": ways,
+            "ppo.engine.gpu_memory_utilization": share,
+            "ppo.engine.dtype": dtype,
+            "ppo.policy_deepspeed.zero_stage": zero,
+        }
+        yield Candidate(config.with_values(changed), price, dtype == ppo.engine.dtype)
 
 
 # -- values of fields --
@@ -464,7 +458,7 @@ def _shardings(ranks: int, hardware: Hardware) -> Iterator[dict[str, Any]]:
 
 def _sharded(base: DeepSpeedConfig, sharding: dict[str, Any]) -> DeepSpeedConfig | None:
     """Return `base` with another sharding; None if DeepSpeed does not support it."""
-    deepspeed = base.model_copy(update=sharding)
+    deepspeed = base.with_values(sharding)
     return None if any(sharding_problems("", deepspeed)) else deepspeed
 
 

@@ -301,6 +301,11 @@ def _fits(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> str:
     """Return the plan as JSON, in bytes and seconds."""
+    best: dict[StageName, dict[str, Any]] = {}
+    for stage, settings in plan.fastest.items():
+        if settings:
+            seconds, changes = settings[0]
+            best[stage] = {"seconds": seconds, "changes": changes}
     found: dict[str, Any] = {
         "fits": plan.verdict.fits,
         "hardware": {
@@ -321,11 +326,7 @@ def as_json(plan: Plan) -> str:
         "step_seconds": plan.steps,
         "measured_over_estimated": MEASURED,
         "checkpoints": plan.checkpoints,
-        "fastest": {
-            stage: {"seconds": found[0][0], "changes": found[0][1]}
-            for stage, found in plan.fastest.items()
-            if found
-        },
+        "fastest": best,
         "warnings": plan.warnings,
         "problems": [problem.text for problem in plan.verdict.problems],
         "changes": plan.changes,
