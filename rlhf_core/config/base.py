@@ -31,6 +31,7 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 def _expand_home(path: str) -> str:
     scheme = "file://" if path.startswith("file://") else ""
     expanded = os.path.expanduser(path.removeprefix(scheme))
+    # `expanduser` leaves the name of an unknown user as it is.
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]
         raise ValueError(f"{user} is no user of this machine; correct the name, or write ./{expanded}")
@@ -45,6 +46,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 class Section(BaseModel):
     """A part of the configuration: frozen, no unknown keys, strict types."""
 
+    # Strict: YAML has types of its own, so a text in place of a number is a mistake.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     def problems(self) -> Iterator[str]:
@@ -52,7 +54,7 @@ class Section(BaseModel):
         yield from ()
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with other values of fields, by paths such as `engine.count`. They are not validated."""
+        """Return a copy with other values of fields, by paths such as `engine.count`. Nothing is checked."""
         changed: dict[str, Any] = {}
         for path, value in values.items():
             name, _, rest = path.partition(".")

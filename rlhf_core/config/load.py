@@ -87,7 +87,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
             given[_override(tree, text)] = text
         except ConfigError as error:
             problems.append(error.message)
-    _expand(tree)
+    _expand(tree)  # once more, because an override can have a short form
     place = _place_of(document, given)
     for path, value in texts(tree):
         if problem := credential_problem(value, "give them by environment variables or a role"):

@@ -326,9 +326,14 @@ def _format_type_error(problem: ErrorDetails, path: Keys, types: list[str], plac
     if problem["type"] == "union_tag_not_found":
         return f"{start}: is required (one of {', '.join(types)}); got nothing; add it"
     given = problem["input"].get("type") if isinstance(problem["input"], dict) else None
-    near = difflib.get_close_matches(str(given), types, n=1)
-    fix = f"did you mean {near[0]}?" if near else f"use, for example, {types[0]}"
+    fix = _nearest(given, types) or f"use, for example, {types[0]}"
     return f"{start}: must be one of {', '.join(types)}; got {shown(given, 'type')}; {fix}"
+
+
+def _nearest(value: Any, choices: Sequence[str]) -> str | None:
+    """Return `did you mean ...?` if a choice is similar."""
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return f"did you mean {near[0]}?" if near else None
 
 
 def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
@@ -378,10 +383,9 @@ def _fix(schema: Schema, path: Keys, value: Any) -> str:
         if not isinstance(value, list | dict) and value is not None:
             return "write it as a list: [...]"
         return f"use, for example, {example}" if example else "add one, or leave the key out for the default"
-    if _choices(schema):
-        near = difflib.get_close_matches(str(value), _choices(schema), n=1)
-        if near:
-            return f"did you mean {near[0]}?"
+    if choices := _choices(schema):
+        if meant := _nearest(value, choices):
+            return meant
     elif kind in ("integer", "number") and not isinstance(value, bool):
         return _number_fix(schema, value, example)
     elif kind == "boolean" and word in ("no", "off", "n", "yes", "on", "y"):

@@ -454,7 +454,9 @@ class PipelineConfig(Section):
 
         The sections are frozen, so they are replaced.
         """
+        # Here and not in a rule, because rules need the limits.
         if self.is_demo:
+            # Without a context: limits that do not fit it are refused by a rule, and not cut.
             completed = self.with_limits(fitted_limits(self.given_limits, DEMO_LIMITS, 2**31))
             object.__setattr__(self, "data", completed.data)
             object.__setattr__(self, "ppo", completed.ppo)
@@ -480,6 +482,7 @@ class PipelineConfig(Section):
             rows["preference"] = "pairs"
         elif self.reward.enabled:
             rows["preference"] = "pairs (or set reward.enabled=false)"
+        # A default does not count: an own model would be trained on the demo's task by mistake.
         missing = [name for name in rows if name not in self.data.model_fields_set]
         if missing:
             fields = ", ".join(f"data.{name}" for name in missing)

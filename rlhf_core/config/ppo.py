@@ -370,6 +370,7 @@ class PPOConfig(PackedSection):
         """`importance`, or the default for the configured precisions and staleness."""
         if self.importance is not None:
             return self.importance
+        # With older or rounded weights, the engines sample from another distribution than the trained one.
         if self.staleness or self.served_dtype != "float32":
             return "truncate"
         return "none"
@@ -451,6 +452,7 @@ class PPOConfig(PackedSection):
     @field_validator("rewards")
     @classmethod
     def _check_reward_names(cls, rewards: tuple[AnyReward, ...]) -> tuple[AnyReward, ...]:
+        # Under one name, the metrics of one source would hide those of the other.
         names = [source.used_name for source in rewards]
         if len(set(names)) < len(names):
             raise ValueError(

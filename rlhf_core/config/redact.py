@@ -172,6 +172,7 @@ def _hidden_parameter(match: re.Match[str]) -> str:
     return f"{match[1]}={HIDDEN}" if _SECRET_PARAMETER.search(_decoded(match[1])[-1]) else match[0]
 
 
+# Every line of a log asks for them, and the environment hardly changes.
 @lru_cache(maxsize=8)
 def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Return all encoded forms of the secrets in these variables.

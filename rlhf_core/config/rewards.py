@@ -41,7 +41,8 @@ def pattern_problem(pattern: str) -> str | None:
         compiled(pattern)
     except RecursionError:
         return "is nested too deeply; flatten it"
-    except Exception as error:  # regex.error, OverflowError or MemoryError
+    # ValueError: flags in the pattern that exclude each other, such as (?V1).
+    except (regex.error, ValueError, OverflowError, MemoryError) as error:
         return f"does not compile: {error}"
     return None
 
@@ -52,6 +53,7 @@ def compiled(pattern: str) -> Any:
 
     A dot matches line feeds, because responses have several lines.
     """
+    # VERSION0 behaves as `re`; VERSION1 has nested sets, so `[[a]b]` would mean something else.
     return regex.compile(pattern, regex.VERSION0 | regex.DOTALL)
 
 

@@ -28,6 +28,7 @@ def server_problem(url: str) -> str | None:
     """Return the reason for which no server can be at `url`, or None."""
     try:
         parts = urlsplit(url)
+        # `port` raises ValueError for a text and for numbers above 65535.
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return "it must be http(s)://host[:port]/path"

@@ -234,7 +234,9 @@ def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(S
 
 def small_model_rates(config: PipelineConfig) -> Iterator[str]:
     """Warn about default learning rates, which are those of billions of parameters, for a small model."""
-    shape = None if config.model.path is None else _known_shape(config)
+    if config.model.path is None:
+        return
+    shape = _known_shape(config)
     low = [each for each in learning_rates(config) if not each.adapters and each.rate <= each.default]
     if low and shape is not None and shape.parameters < _SMALL_MODEL:
         names = ", ".join(f"{each.field} ({each.rate:g})" for each in low)
@@ -340,8 +342,10 @@ def _checkpoint_bytes(config: PipelineConfig) -> Iterator[int]:
     """
     dpo = config.dpo
     if not config.ppo.enabled:
-        best = dpo.early_stop is not None
-        yield 0 if dpo.lora is not None else bytes_per_parameter(dpo.deepspeed, best=best)
+        if dpo.lora is None:
+            yield bytes_per_parameter(dpo.deepspeed, best=dpo.early_stop is not None)
+        else:
+            yield 0
         return
     for group in plan_placement(config.ppo).groups:
         for role in group.roles:

@@ -11,21 +11,19 @@ from rlhf_core.config.placement import plan
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.loads import PPO, ppo_models, settings_stage, trained_model
+from rlhf_core.planning.loads import PPO, ppo_models, settings_stage, trained_model, training_stages
 from rlhf_core.planning.memory import Model, dtype_bytes
 
 
 def checkpoint_sizes(config: PipelineConfig, shape: ModelShape) -> dict[StageName, int]:
     """Return the bytes of a checkpoint of each training stage."""
     sizes: dict[StageName, int] = {}
-    for stage, section in config.training_sections.items():
+    for stage in training_stages(config):
         sizes[stage], _ = checkpoint_bytes(config, shape, stage)
-        if section is config.reward:
-            # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
-            model = trained_model(config, shape, stage, section.deepspeed)
-            sizes[stage] += (config.reward.members - 1) * model.size * model.parameters
-    if config.ppo.enabled:
-        sizes[PPO], _ = checkpoint_bytes(config, shape, PPO)
+    if config.reward.enabled:
+        # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
+        model = trained_model(config, shape, "reward", config.reward.deepspeed)
+        sizes["reward"] += (config.reward.members - 1) * model.size * model.parameters
     return sizes
 
 

@@ -154,8 +154,10 @@ def parse_link(text: str) -> Network:
 def visible_hardware() -> Hardware | None:
     """Return the visible GPUs of this machine, or None without GPUs and for unknown or different ones."""
     count = machine().visible_gpus()
-    device = _device_of(machine().gpu_names()) if count else None
-    return None if device is None else Hardware(count, device)
+    device = _device_of(machine().gpu_names())
+    if not count or device is None:
+        return None
+    return Hardware(count, device)
 
 
 def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | None:

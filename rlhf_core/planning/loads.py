@@ -99,7 +99,18 @@ def stages_on_evaluation_ranks(config: PipelineConfig) -> list[StageName]:
     """Return the stages that compute on `evaluate.ranks`. At its end, PPO loads the files of an adapter
     there.
     """
-    return evaluating_stages() if config.ppo.lora is None else [*evaluating_stages(), PPO]
+    stages = evaluating_stages()
+    if config.ppo.lora is not None:
+        stages.append(PPO)
+    return stages
+
+
+def training_stages(config: PipelineConfig) -> list[StageName]:
+    """Return the stages that train."""
+    stages: list[StageName] = [*config.training_sections]
+    if config.ppo.enabled:
+        stages.append(PPO)
+    return stages
 
 
 def settings_stage(config: PipelineConfig, stage: StageName) -> str:

@@ -128,7 +128,9 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        return self._model_parameters + (self.trainable if self.lora is not None else 0)
+        if self.lora is None:
+            return self._model_parameters
+        return self._model_parameters + self.trainable
 
     @property
     def _model_parameters(self) -> int:
@@ -250,7 +252,9 @@ class Model:
         parameters.
         """
         if self.stage == 3 and (self.lora is None or self.lora.quantize is None):
-            buffers = 2.0 * self.size * self._largest_tensor
+            # The embedding, a matrix of an MLP, or all experts.
+            largest = self.shape.hidden * max(self.shape.vocabulary, self.shape.mlp_rows)
+            buffers = 2.0 * self.size * largest
             return Bytes(weights=self._weights / self.deepspeed.ranks, buffers=buffers)
         weights = self._weights
         if self.stage in (1, 2):
@@ -262,7 +266,7 @@ class Model:
     def backward(self, batch: ForwardPass) -> Bytes:
         """Return the peak of a forward and backward pass, with the gradients of the micro-batches before."""
         per_layer = self._layer(batch)
-        if self._checkpoints:
+        if self.deepspeed.gradient_checkpointing:
             per_layer = self.size * self.shape.hidden  # only the input of each layer is kept
         layers = batch.tokens * self.shape.layers * per_layer
         norm = batch.tokens * (self._norm(self.shape.hidden) + self.size * self.shape.hidden)
@@ -287,7 +291,9 @@ class Model:
         logits = self._logits(batch)
         chunks = self._chunks(logits, 3 if self.size == 2 else 2)
         peak = Bytes(activations=kept, logits=2 * logits, buffers=chunks + self._head_sums(batch) / 2)
-        return peak + self._reducing if self.stage == 1 else peak
+        if self.stage == 1:
+            peak += self._reducing
+        return peak
 
     def _head_peak(self, batch: ForwardPass, kept: float) -> Bytes:
         """Return the memory in the backward pass of the head."""
@@ -302,9 +308,10 @@ class Model:
         """Return the memory in the backward pass of a layer: its activations, recomputed, and gradients
         inside its MLP.
         """
-        recomputed = self._layer(batch) if self._checkpoints else 0.0
-        width = self.shape.intermediate + 2 * self.shape.hidden
-        activations = layers + batch.tokens * (self.size * width + recomputed)
+        per_token = self.size * (self.shape.intermediate + 2 * self.shape.hidden)
+        if self.deepspeed.gradient_checkpointing:
+            per_token += self._layer(batch)
+        activations = layers + batch.tokens * per_token
         buffers = self._new_gradients * self.shape.mlp_rows
         return Bytes(activations=activations, buffers=buffers) + self._reducing
 
@@ -361,15 +368,6 @@ class Model:
         if self.stage < 3 or self.deepspeed.ranks == 1:
             return 0.0
         return self.size * min(self.parameters, LIVE_PARAMETERS)
-
-    @property
-    def _largest_tensor(self) -> int:
-        """Number of elements of the largest tensor: the embedding, a matrix of an MLP, or all experts."""
-        return self.shape.hidden * max(self.shape.vocabulary, self.shape.mlp_rows)
-
-    @property
-    def _checkpoints(self) -> bool:
-        return self.deepspeed.gradient_checkpointing
 
     def _logits(self, batch: ForwardPass) -> float:
         if self.scores:

@@ -28,7 +28,7 @@ from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.fit import Problem, compare_memory, room_for_engines, stages_with
 from rlhf_core.planning.hardware import Hardware
-from rlhf_core.planning.loads import PPO, evaluating_stages, group_loads, largest_pass
+from rlhf_core.planning.loads import PPO, evaluating_stages, group_loads, largest_pass, training_stages
 from rlhf_core.planning.memory import Bytes
 
 _ADAPTERS = LoraConfig(r=16, alpha=32)
@@ -105,7 +105,9 @@ def fastest(
         hardware: The devices.
         seconds: Returns the seconds of a step of `stage`.
     """
-    stages = (stage, *evaluating_stages()) if stage == PPO else (stage,)
+    stages = [stage]
+    if stage == PPO:
+        stages += evaluating_stages()
 
     def fits(changed: PipelineConfig) -> bool:
         return compare_memory(changed, shape, hardware, stages).fits
@@ -121,6 +123,7 @@ def fastest(
         least = seconds(changed)
 
         def is_as_good(each: PipelineConfig, least: float = least) -> bool:
+            # With a tolerance, because equal times can be sums in another order.
             return fits(each) and seconds(each) <= least * (1 + 1e-9)
 
         changes = needed(config, changed, is_as_good)
@@ -134,10 +137,7 @@ def fastest(
 
 def _parts(config: PipelineConfig) -> list[tuple[StageName, ...]]:
     """Return the stages that are changed together, in the order in which they are."""
-    parts: list[tuple[StageName, ...]] = [(stage,) for stage in config.training_sections]
-    if config.ppo.enabled:
-        parts.append((PPO,))
-    return [*parts, tuple(evaluating_stages())]
+    return [*((stage,) for stage in training_stages(config)), tuple(evaluating_stages())]
 
 
 def _valid(config: PipelineConfig, candidates: Iterator[Candidate]) -> Iterator[PipelineConfig]:
@@ -160,9 +160,9 @@ def difference(config: PipelineConfig, changed: PipelineConfig) -> Changes:
             return
         if isinstance(before, dict) and isinstance(after, dict):
             for key in after:
-                compare(before.get(key), after[key], f"{name}.{key}" if name else key)
+                compare(before.get(key), after[key], f"{name}.{key}")
         else:
-            changes[name] = _text(after)
+            changes[name.removeprefix(".")] = _text(after)
 
     compare(_tree(config), _tree(changed), "")
     return changes
@@ -179,12 +179,15 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(fields) + "}"
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def with_changes(config: PipelineConfig, changes: Changes) -> PipelineConfig | None:
     """Return the configuration with these fields changed; None if it is not valid."""
     try:
+        # By overrides, so that what is tried is what a user pastes.
         return config_from_tree(_tree(config), "plan", as_overrides(changes))
     except InputError:
         return None
@@ -200,6 +203,7 @@ def needed(
 ) -> Changes:
     """Return the differences between two configurations, without those that a good one does not need."""
     changes = difference(config, changed)
+    # A change can be needed only together with another one, so each is left out of what the others left.
     for field in list(changes):
         fewer = {name: value for name, value in changes.items() if name != field}
         candidate = with_changes(config, fewer)
@@ -304,9 +308,10 @@ def _placements(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterat
 
     All groups have the same number of ranks, and engines take what is left, or keep their number.
     """
-    # With staleness, the engines need devices of their own.
-    ways = ["pairs"] if ppo.staleness else ["pairs", "all"]
-    for colocate in dict.fromkeys((ppo.colocate, *ways)):
+    ways: list[str] = [ppo.colocate, "pairs"]
+    if not ppo.staleness:  # with it, the engines need devices of their own
+        ways.append("all")
+    for colocate in dict.fromkeys(ways):
         limit = hardware.count
         if colocate != "all":
             # One device is left for an engine.
@@ -380,9 +385,12 @@ def _shares(config: PipelineConfig, ppo: PPOConfig, shape: ModelShape, hardware:
 def _of_evaluation(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Iterator[Candidate]:
     """Yield other numbers of ranks and engines, larger engines, and ranks that share the policy."""
     ppo, now = config.ppo, config.evaluate
-    doubled = [] if hardware.device.is_cpu else [now.ranks << shift for shift in range(1, 9)]
+    counts = _halves(now.ranks)
+    if not hardware.device.is_cpu:
+        doubled = [now.ranks << shift for shift in range(1, 9)]
+        counts += [count for count in doubled if count <= hardware.count]
     values = product(
-        [*_halves(now.ranks), *(ranks for ranks in doubled if ranks <= hardware.count)],
+        counts,
         _halves(now.engines),
         _tensor_parallel(ppo, shape, hardware),
         dict.fromkeys((ppo.engine.gpu_memory_utilization, _ENGINE_SHARE)),

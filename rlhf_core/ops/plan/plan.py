@@ -38,7 +38,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import FitVerdict, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import PPO, DeviceLoad
+from rlhf_core.planning.loads import PPO, DeviceLoad, training_stages
 from rlhf_core.planning.search import Changes, advise, as_overrides, fastest, with_changes
 from rlhf_core.preflight import check
 from rlhf_core.run.references import resolve
@@ -138,6 +138,7 @@ def make_plan(
         config = load_config(config_path, overrides)
         if gpus is not None and config.run.device == "auto":
             config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA
+        # The store of a reference is not asked for a model whose shape is given.
         if model_config is None:
             config = resolve(config).config
     hardware = _hardware(config, gpus, link, host_memory_gib)
@@ -155,7 +156,7 @@ def make_plan(
     found: dict[StageName, list[tuple[float, Changes]]] = {}
     if changes is not None and not hardware.device.is_cpu:
         found = fastest_settings(config, changes, shape, hardware)
-    steps = {stage: seconds_of_step(config, shape, hardware, stage) for stage in _stages(config)}
+    steps = {stage: seconds_of_step(config, shape, hardware, stage) for stage in training_stages(config)}
     return Plan(
         config,
         shape,
@@ -184,7 +185,7 @@ def fastest_settings(
     fitting = with_changes(config, dict(change.split("=", 1) for change in changes))
     assert fitting is not None
     found: dict[StageName, list[tuple[float, Changes]]] = {}
-    for stage in _stages(config):
+    for stage in training_stages(config):
         # PPO may only fit together with other changes: of its adapters, and of the evaluation.
         start = fitting if stage == PPO else config
         seconds = partial(seconds_of_step, shape=shape, hardware=hardware, stage=stage)
@@ -192,11 +193,6 @@ def fastest_settings(
         some = islice(fastest(config, start, stage, shape, hardware, seconds), 3)
         found[stage] = sorted(some, key=itemgetter(0))
     return found
-
-
-def _stages(config: PipelineConfig) -> list[StageName]:
-    """Return the stages that train."""
-    return [*config.training_sections, *([PPO] if config.ppo.enabled else [])]
 
 
 def _checked(
