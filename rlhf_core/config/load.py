@@ -198,11 +198,11 @@ def _with_derived(tree: dict[str, Any]) -> dict[str, Any]:
     _complete_judge(tree)
     _fill_ppo(tree, on_gpu)
     if _at(tree, "ppo", "enabled") is False and _at(tree, "dpo", "enabled") is True:
-        _fill(tree, ("register",), "policy", "dpo")
+        _fill(tree, "register.policy", "dpo")
         if isinstance(tree.get("sample"), dict):
-            _fill(tree, ("sample",), "policy", "dpo")
+            _fill(tree, "sample.policy", "dpo")
     if on_gpu:  # with the 128 prompts that choose the policy, those of `data.max_eval`
-        _fill(tree, ("evaluate",), "prompts", 384)
+        _fill(tree, "evaluate.prompts", 384)
     return tree
 
 
@@ -215,34 +215,29 @@ def _fill_precisions(tree: dict[str, Any], on_gpu: bool) -> None:
     if on_gpu and not any(_BEFORE_AMPERE.search(name) for name in machine().gpu_names()):
         default = "bfloat16"
     for stage in ("sft", "reward", "dpo"):  # the judge has that of the reward model
-        _fill(tree, (stage, "deepspeed"), "dtype", default)
-    _fill(tree, ("ppo", "policy_deepspeed"), "dtype", default)
-    _fill(tree, ("ppo", "critic_deepspeed"), "dtype", default)
+        _fill(tree, f"{stage}.deepspeed.dtype", default)
+    _fill(tree, "ppo.policy_deepspeed.dtype", default)
+    _fill(tree, "ppo.critic_deepspeed.dtype", default)
     dtype = _at(tree, "ppo", "policy_deepspeed", "dtype")
     # A precision of the policy that is not allowed is reported once, and not also as that of the engines.
     if dtype not in ("float32", "bfloat16", "float16"):
         dtype = default
-    _fill(tree, ("ppo", "engine"), "dtype", dtype)
+    _fill(tree, "ppo.engine.dtype", dtype)
 
 
 def _fill_adapter_rates(tree: dict[str, Any]) -> None:
     """Fill the learning rates that are not given of sections with adapters (`adapter_rate`)."""
     defaults = json.loads(_default_json())
-    for section, name in (
-        ("sft", "optimizer"),
-        ("reward", "optimizer"),
-        ("dpo", "optimizer"),
-        ("ppo", "policy"),
-        ("ppo", "critic"),
-    ):
+    for optimizer in ("sft.optimizer", "reward.optimizer", "dpo.optimizer", "ppo.policy", "ppo.critic"):
+        section, name = optimizer.split(".")
         if isinstance(_at(tree, section, "lora"), dict):
             rate = adapter_rate(defaults[section][name]["learning_rate"])
-            _fill(tree, (section, name), "learning_rate", rate)
+            _fill(tree, f"{optimizer}.learning_rate", rate)
     if isinstance(_at(tree, "reward", "judge", "lora"), dict) and _at(tree, "reward", "lora") is None:
         rate = _at(tree, "reward", "optimizer", "learning_rate")
         if not isinstance(rate, float):
             rate = defaults["reward"]["optimizer"]["learning_rate"]
-        _fill(tree, ("reward", "judge", "optimizer"), "learning_rate", adapter_rate(rate))
+        _fill(tree, "reward.judge.optimizer.learning_rate", adapter_rate(rate))
 
 
 def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
@@ -263,7 +258,7 @@ def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
             divisors = [count for count in divisors_near(prompts * samples, wanted) if count <= wanted]
             ppo.setdefault("minibatches", max(divisors, default=1))
     if ppo.get("algorithm", "ppo") not in WITHOUT_GROUPS and _at(ppo, "kl", "estimator") is None:
-        _fill(ppo, ("kl",), "place", "loss")
+        _fill(ppo, "kl.place", "loss")
     if ppo.get("enabled", True) is True and _evaluations_choose(tree, ppo):
         ppo.setdefault("publish", "best")
 
@@ -302,10 +297,11 @@ def _complete_judge(tree: dict[str, Any]) -> None:
             tree["reward"]["judge"][part] = default | own
 
 
-def _fill(tree: dict[str, Any], path: Keys, name: str, value: Any) -> None:
-    """Set the field `name` of the section at `path` to `value`, unless it is set or there is no section."""
+def _fill(tree: dict[str, Any], field: str, value: Any) -> None:
+    """Set a field such as `ppo.kl.place`, unless it is set or something else is in place of its section."""
     section: Any = tree
-    for key in path:
+    *sections, name = field.split(".")
+    for key in sections:
         section = section.setdefault(key, {}) if isinstance(section, dict) else None
     if isinstance(section, dict):
         section.setdefault(name, value)
