@@ -49,8 +49,11 @@ class Section(BaseModel):
     # Strict: YAML has types of its own, so a text in place of a number is a mistake.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
+    def complete(self) -> None:
+        """Fill fields that follow from others. All fields are valid by then."""
+
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each rule between fields that is not kept. All fields are valid by then."""
+        """Yield a sentence for each rule between fields that is not kept."""
         yield from ()
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
@@ -66,6 +69,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
+        self.complete()
         # Only the first one: a later rule may rely on those before it.
         for problem in self.problems():
             raise ValueError(problem)

@@ -449,12 +449,11 @@ class PipelineConfig(Section):
         """Return the configuration with these length limits."""
         return self.with_values(dict(zip(LIMIT_FIELDS, limits, strict=True)))
 
-    def model_post_init(self, context: Any, /) -> None:
+    def complete(self) -> None:
         """Fill the length limits of the demo, and refuse missing data of any other run.
 
         The sections are frozen, so they are replaced.
         """
-        # Here and not in a rule, because rules need the limits.
         if self.is_demo:
             # Without a context: limits that do not fit it are refused by a rule, and not cut.
             completed = self.with_limits(fitted_limits(self.given_limits, DEMO_LIMITS, 2**31))
