@@ -139,7 +139,7 @@ def _declare(
 ) -> Any:
     # The schema carries these for the messages (`messages.py`) and for docs/configuration.md.
     given = {"within": within and list(within), "form": form, "later": later, "inherits": inherits}
-    extra = {name: value for name, value in given.items() if value}
+    extra: dict[str, Any] = {name: value for name, value in given.items() if value}
     return Field(default, json_schema_extra={"affects": effect, **extra}, **constraints)
 
 

@@ -461,7 +461,7 @@ class PipelineConfig(Section):
             object.__setattr__(self, "ppo", completed.ppo)
         else:
             self._require_data()
-            missing = {name: () for name in SETS if name not in self.data.model_fields_set}
+            missing: dict[str, Any] = {name: () for name in SETS if name not in self.data.model_fields_set}
             object.__setattr__(self, "data", self.data.with_values(missing))
 
     def problems(self) -> Iterator[str]:

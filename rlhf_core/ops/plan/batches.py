@@ -29,7 +29,8 @@ def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
 def _batches(config: PipelineConfig, section: TrainingSection, batch: ForwardPass) -> str:
     """Return the batch size of a stage that trains one model, the share of each rank, and the steps."""
     size, ranks = section.batch_size, section.deepspeed.ranks
-    longest, examples = f"{batch.longest} tokens an", None
+    longest = f"{batch.longest} tokens an"
+    examples: int | None = None
     if isinstance(section, SFTConfig):
         name: SetName = "sft"
         one, what, each = "sequence", "demonstrations", 1
