@@ -293,7 +293,8 @@ def _repeats_its_items(problem: ErrorDetails) -> bool:
     given = problem["input"]
     if problem["type"] != "too_short" or not isinstance(given, list):
         return False
-    return len(given) >= problem["ctx"]["min_length"]
+    least: int = problem["ctx"]["min_length"]
+    return len(given) >= least
 
 
 def _format_error(problem: ErrorDetails, place: Place) -> str:

@@ -308,7 +308,7 @@ class Model:
         """Return the memory in the backward pass of a layer: its activations, recomputed, and gradients
         inside its MLP.
         """
-        per_token = self.size * (self.shape.intermediate + 2 * self.shape.hidden)
+        per_token: float = self.size * (self.shape.intermediate + 2 * self.shape.hidden)
         if self.deepspeed.gradient_checkpointing:
             per_token += self._layer(batch)
         activations = layers + batch.tokens * per_token
