@@ -134,9 +134,5 @@ def base_of(config: PipelineConfig, stage: StageName) -> BaseModelAddress | None
 
 def with_base_paths(config: PipelineConfig, paths: Mapping[str, str]) -> PipelineConfig:
     """Return `config` with other paths of base models, by their fields. Fields without one keep theirs."""
-    model = config.model.model_copy(update={"path": paths.get(MODEL_PATH, config.model.path)})
-    reward = config.reward
-    if reward.judge is not None:
-        judge = reward.judge.model_copy(update={"path": paths.get(JUDGE_PATH, reward.judge.path)})
-        reward = reward.model_copy(update={"judge": judge})
-    return config.model_copy(update={"model": model, "reward": reward})
+    fields = (MODEL_PATH,) if config.reward.judge is None else (MODEL_PATH, JUDGE_PATH)
+    return config.with_values({field: paths[field] for field in fields if field in paths})

@@ -12,9 +12,10 @@ content     which file, dataset or model is read; the digest of its content is i
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 PositiveInt = Annotated[int, Field(ge=1, le=10**9)]
@@ -30,6 +31,7 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 def _expand_home(path: str) -> str:
     scheme = "file://" if path.startswith("file://") else ""
     expanded = os.path.expanduser(path.removeprefix(scheme))
+    # `expanduser` leaves the name of an unknown user as it is.
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]
         raise ValueError(f"{user} is no user of this machine; correct the name, or write ./{expanded}")
@@ -44,7 +46,34 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 class Section(BaseModel):
     """A part of the configuration: frozen, no unknown keys, strict types."""
 
+    # Strict: YAML has types of its own, so a text in place of a number is a mistake.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def complete(self) -> None:
+        """Fill fields that follow from others. All fields are valid by then."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each rule between fields that is not kept."""
+        yield from ()
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with other values of fields, by paths such as `engine.count`. Nothing is checked."""
+        changed: dict[str, Any] = {}
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            if rest:
+                section: Section = changed.get(name, getattr(self, name))
+                value = section.with_values({rest: value})
+            changed[name] = value
+        return self.model_copy(update=changed)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        self.complete()
+        # Only the first one: a later rule may rely on those before it.
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self
 
 
 class Range(NamedTuple):
@@ -109,38 +138,21 @@ def _declare(
     **constraints: Any,
 ) -> Any:
     # The schema carries these for the messages (`messages.py`) and for docs/configuration.md.
-    extra: dict[str, Any] = {"affects": effect}
-    if within is not None:
-        extra["within"] = list(within)
-    if form is not None:
-        extra["form"] = form
-    if later:
-        extra["later"] = True
-    if inherits:
-        extra["inherits"] = True
-    return Field(default, json_schema_extra=extra, **constraints)
+    given = {"within": within and list(within), "form": form, "later": later, "inherits": inherits}
+    extra: dict[str, Any] = {name: value for name, value in given.items() if value}
+    return Field(default, json_schema_extra={"affects": effect, **extra}, **constraints)
+
+
+def declared(field: FieldInfo, name: str) -> Any:
+    """Return what `_declare` was given for a field, such as `later`; None if nothing was."""
+    extra = field.json_schema_extra
+    return extra.get(name) if isinstance(extra, dict) else None
 
 
 def effect_of(field: FieldInfo) -> Effect:
     """Return what a field affects. Without a declaration (`type` of a reward) it is the result."""
-    extra = field.json_schema_extra
-    effect: Any = extra.get("affects", "result") if isinstance(extra, dict) else "result"
-    return effect  # type: ignore[no-any-return]
-
-
-def is_later(field: FieldInfo) -> bool:
-    """Return whether the field is left out of keys while it has its default."""
-    return _is_declared(field, "later")
-
-
-def inherits(field: FieldInfo) -> bool:
-    """Return whether what the section leaves out is that of the section around it."""
-    return _is_declared(field, "inherits")
-
-
-def _is_declared(field: FieldInfo, name: str) -> bool:
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get(name))
+    effect: Effect | None = declared(field, "affects")
+    return effect or "result"
 
 
 def divisors_near(total: int, wanted: int) -> list[int]:

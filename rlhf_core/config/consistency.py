@@ -8,7 +8,7 @@ Rules within one section are in the section itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from rlhf_core.config.engine import MAX_ENGINE_RANK
@@ -20,8 +20,8 @@ from rlhf_core.errors import ConfigError, Finding
 
 _LARGEST_INITIAL_WEIGHT = 0.1
 """A published moving average in which the SFT model has a larger weight is hardly a trained policy."""
-_OFFLOAD_STAGES = {"optimizer": (1, 2, 3), "all": (3,)}
-"""ZeRO stages that support each kind of offload."""
+_OFFLOAD_STAGES = {"none": (0, ""), "optimizer": (1, "1, 2 or 3"), "all": (3, "3")}
+"""The lowest ZeRO stage that supports each kind of offload, and all of them in words."""
 
 
 LEAST_PROMPTS = 50
@@ -144,10 +144,10 @@ def sharding_problems(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Config
         yield ConfigError(
             f"{field}.hpz: needs {field}.zero_stage=3; got {deepspeed.zero_stage}; set it, or hpz=1"
         )
-    offloads = _OFFLOAD_STAGES.get(deepspeed.offload)
-    if offloads is not None and deepspeed.zero_stage not in offloads:
+    lowest, stages = _OFFLOAD_STAGES[deepspeed.offload]
+    if deepspeed.zero_stage < lowest:
         yield ConfigError(
-            f"{field}.offload: {deepspeed.offload} needs {field}.zero_stage {_either(offloads)}; got "
+            f"{field}.offload: {deepspeed.offload} needs {field}.zero_stage {stages}; got "
             f"{deepspeed.zero_stage}; set it, or offload=none"
         )
     if deepspeed.dtype == "float16" and deepspeed.zero_stage == 0:
@@ -167,11 +167,6 @@ def sharding_problems(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Config
         yield ConfigError(f"{rule} {field}.offload=none; got {deepspeed.offload}; set it, or leave it out")
 
 
-def _either(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
 def deepspeed_sections(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfig]]:
     """Return the DeepSpeed sections that this configuration uses, with their fields.
 
@@ -179,14 +174,13 @@ def deepspeed_sections(config: PipelineConfig) -> list[tuple[str, DeepSpeedConfi
     policy's section. A model that is not trained is saved in the precision of `sft.deepspeed`.
     """
     ppo = config.ppo
-    sections = {"sft": config.sft, **config.training_sections}
-    has_critic = ppo.enabled and (ppo.uses_critic or ppo.uses_reward_model)
-    critic = [("ppo.critic_deepspeed", ppo.critic_deepspeed)] if has_critic else []
-    return [
-        *((f"{section_of(stage)}.deepspeed", section.deepspeed) for stage, section in sections.items()),
-        ("ppo.policy_deepspeed", ppo.policy_deepspeed),
-        *critic,
-    ]
+    sections = {"sft.deepspeed": config.sft.deepspeed}
+    for stage, section in config.training_sections.items():
+        sections[f"{section_of(stage)}.deepspeed"] = section.deepspeed
+    sections["ppo.policy_deepspeed"] = ppo.policy_deepspeed
+    if ppo.enabled and (ppo.uses_critic or ppo.uses_reward_model):
+        sections["ppo.critic_deepspeed"] = ppo.critic_deepspeed
+    return list(sections.items())
 
 
 def unusual_settings(config: PipelineConfig) -> Iterator[str]:
@@ -203,10 +197,8 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             f"ppo.rewards: the agreement of {names} with people is not measured, because all sources of"
             " data.preference have labelled_by; add pairs of people, or set min_agreement to null"
         )
-    for field, prompts in (
-        ("evaluate.prompts", config.evaluate.prompts),
-        ("data.max_eval", config.data.max_eval),
-    ):
+    held_out = {"evaluate.prompts": config.evaluate.prompts, "data.max_eval": config.data.max_eval}
+    for field, prompts in held_out.items():
         if prompts < config.register_.min_prompts:
             yield (
                 f"{field}: {prompts} is below register.min_prompts ({config.register_.min_prompts}): no"
@@ -217,9 +209,9 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
             f"sample.policy is {config.sample.policy}, but register.policy is {config.register_.policy}: the"
             " policy that is registered is not the one whose answers are data; set both to the same stage"
         )
-    scores = ppo.uses_reward_model if ppo.enabled else config.reward.enabled
     limits = config.given_limits
-    if scores and limits.new is not None and limits.response is not None and limits.new > limits.response:
+    is_longer = limits.new is not None and limits.response is not None and limits.new > limits.response
+    if is_longer and (ppo.uses_reward_model if ppo.enabled else config.reward.enabled):
         yield (
             f"ppo.max_new_tokens: {limits.new} is above data.max_response_tokens ({limits.response}): the"
             " reward model scores longer responses than in its training; lower it, or raise"
@@ -245,7 +237,9 @@ def learning_rates(config: PipelineConfig) -> list[LearningRate]:
         field = f"{section_of(stage)}.optimizer.learning_rate"
         usual = type(section)().optimizer.learning_rate
         rates.append(LearningRate(field, section.optimizer.learning_rate, usual, section.lora is not None))
-    trained = [("policy", ppo.policy, default.policy)] if ppo.enabled else []
+    trained = []
+    if ppo.enabled:
+        trained.append(("policy", ppo.policy, default.policy))
     if ppo.enabled and ppo.uses_critic:
         trained.append(("critic", ppo.critic, default.critic))
     for name, own, usual_one in trained:
@@ -291,7 +285,9 @@ def _ppo(config: PipelineConfig) -> Iterator[str]:
 
 
 def _temperature(config: PipelineConfig) -> Iterator[str]:
-    trained, field = (config.ppo.temperature, "ppo.temperature=") if config.ppo.enabled else (1.0, "")
+    trained, field = 1.0, ""
+    if config.ppo.enabled:
+        trained, field = config.ppo.temperature, "ppo.temperature="
     if config.evaluation_temperature != trained:
         yield (
             f"evaluate.temperature is {config.evaluation_temperature:g}, but the policy is trained at"

@@ -5,9 +5,9 @@ limits, and how far they may be from those of the champion.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.base import (
     COEFFICIENT,
@@ -30,6 +30,8 @@ PROMPT = "data.max_prompt_tokens"
 RESPONSE = "data.max_response_tokens"
 TEXT = "data.max_text_tokens"
 NEW = "ppo.max_new_tokens"
+LIMIT_FIELDS = (PROMPT, RESPONSE, TEXT, NEW)
+"""In the order of `Limits`."""
 
 
 class Limits(NamedTuple):
@@ -159,6 +161,10 @@ class SyntheticConfig(Section):
     label_temperature: NonNegativeFloat = result(0.25, within=COEFFICIENT)
     """Annotator noise: P(chosen) = sigmoid(gold difference / temperature); 0: no errors"""
 
+    def rows(self, name: SetName) -> int:
+        """Return the number of generated rows of a set."""
+        return {"sft": self.sft_examples, "preference": self.pairs, "prompts": self.prompts}[name]
+
 
 class DataConfig(Section):
     """Data sources and their conversion to token files."""
@@ -240,16 +246,14 @@ class DriftConfig(Section):
     stop: dict[Measure, Limit | None] = execution({})
     """A measure above its limit ends the run before the SFT model is trained; null, or left out: no limit"""
 
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for name in MEASURES:
             warn, stop = self.limits(name)
             if warn is not None and stop is not None and warn > stop:
-                raise ValueError(
+                yield (
                     f"drift.warn.{name} must be at most drift.stop.{name} ({stop:g}); got {warn:g}; lower it,"
                     " or set it to null"
                 )
-        return self
 
     @property
     def can_stop(self) -> bool:

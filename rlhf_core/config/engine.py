@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
-
-from pydantic import model_validator
+from collections.abc import Iterator
+from typing import Literal
 
 from rlhf_core.config.base import (
     TRIES,
@@ -72,13 +71,11 @@ class EngineConfig(Section):
         """Number of engines without which the run ends."""
         return self.min_count or self.count
 
-    @model_validator(mode="after")
-    def _check_min_count(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.needed > self.count:
-            raise ValueError(
+            yield (
                 f"ppo.engine.min_count must be at most ppo.engine.count ({self.count}); got {self.min_count}"
             )
-        return self
 
 
 class WeightSyncConfig(Section):

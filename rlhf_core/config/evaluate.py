@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from rlhf_core.config.base import (
     RANKS,
@@ -21,7 +22,7 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import AnyReward, ChatServiceConfig, ModelReward
-from rlhf_core.config.server_url import check_url
+from rlhf_core.config.server_url import url_problem
 
 
 class LanguageModelConfig(ChatServiceConfig):
@@ -43,21 +44,18 @@ class LanguageModelConfig(ChatServiceConfig):
         """The name of the model in reports."""
         return self.model or str(self.path).rstrip("/").rpartition("/")[2]
 
-    @model_validator(mode="after")
-    def _check_place(self) -> Self:
+    def problems(self) -> Iterator[str]:
         field = "evaluate.language_model"
         if (self.path is None) == (self.url is None):
-            raise ValueError(f"{field} needs either path or url; got {'both' if self.path else 'neither'}")
+            yield f"{field} needs either path or url; got {'both' if self.path else 'neither'}"
         if self.url is None:
             if self.model or self.api_key_env:
-                raise ValueError(
-                    f"{field}.path is run here; got model or api_key_env as well; leave them out"
-                )
-            return self
+                yield f"{field}.path is run here; got model or api_key_env as well; leave them out"
+            return
         if self.model is None:
-            raise ValueError(f"{field}.url needs {field}.model, the name of the model there")
-        check_url(self.url, f"{field}.url")
-        return self
+            yield f"{field}.url needs {field}.model, the name of the model there"
+        if problem := url_problem(self.url):
+            yield f"{field}.url: {problem}"
 
 
 class RegressionSet(Source):
@@ -72,28 +70,26 @@ class RegressionSet(Source):
     )
     """The set fails unless the lower bound of the mean difference, paired by prompt, is above -margin"""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.path == "synthetic":
-            raise ValueError(
+            yield (
                 "path: `synthetic` makes the prompts of training; got it for a regression set; give a file"
             )
         if isinstance(self.reward, ModelReward):
-            raise ValueError(
+            yield (
                 "reward.type: model is the reward model of the run, which judges no regression set; use"
                 " another type, such as answer or python"
             )
         if getattr(self.reward, "on_error", "abort") != "abort":
-            raise ValueError(
+            yield (
                 "reward.on_error: mask would leave responses out of the comparison with a regression set; use"
                 " abort"
             )
         if self.reward.weight != 1.0 or self.reward.normalize != "none":
-            raise ValueError(
+            yield (
                 "reward: a regression set compares raw values, so weight and normalize have no effect; leave"
                 " them out"
             )
-        return self
 
 
 class EvaluateConfig(Section):

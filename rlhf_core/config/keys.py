@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.base import Section, effect_of, inherits, is_later
+from rlhf_core.config.base import Section, declared, effect_of
 from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu
 from rlhf_core.config.register import POLICIES
 from rlhf_core.pipeline import STAGES, StageName, stages_between
@@ -124,45 +124,34 @@ def _of_stage(config: PipelineConfig, name: str) -> dict[str, Any] | None:
     return settings
 
 
-def _only(
-    fields: Mapping[str, tuple[str, ...]], name: str, settings: dict[str, Any] | None
-) -> dict[str, Any] | None:
+def _only(fields: Mapping[str, tuple[str, ...]], name: str, settings: Any) -> Any:
     """Return the settings of a section without those that do not affect a stage (`Stage.fields`)."""
-    if settings is None:
-        return None
+    if not isinstance(settings, dict):
+        return settings
     if name in fields:
         return {key: value for key, value in settings.items() if key in fields[name]}
-    return {
-        key: _only(fields, f"{name}.{key}", value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-    }
+    return {key: _only(fields, f"{name}.{key}", value) for key, value in settings.items()}
 
 
 def rounding_settings(config: PipelineConfig, stage: StageName) -> dict[str, str]:
     """Return the settings of `stage` that affect rounding and are not in its key, by their full names."""
     settings: dict[str, str] = {}
     for name in sections_read(config, stage):
-        section = _section(config, name)
+        section = _value(config, name)
         if section is not None:
-            settings.update(_rounding_settings(name, section))
-    return {name: value for name, value in settings.items() if _is_read(STAGES[stage].fields, name)}
+            read = _only(STAGES[stage].fields, name, _rounding_settings(section))
+            settings |= {field: str(value) for field, value in leaves(name, read)}
+    return settings
 
 
-def _is_read(fields: Mapping[str, tuple[str, ...]], name: str) -> bool:
-    """Return whether a setting, such as `reward.judge.deepspeed.hpz`, affects a stage (`Stage.fields`)."""
-    parts = name.split(".")
-    sections = {".".join(parts[:depth]): parts[depth] for depth in range(1, len(parts))}
-    return all(field in fields[section] for section, field in sections.items() if section in fields)
-
-
-def _rounding_settings(prefix: str, section: Section) -> dict[str, str]:
-    settings: dict[str, str] = {}
+def _rounding_settings(section: Section) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            settings.update(_rounding_settings(f"{prefix}.{name}", value))
-        elif effect_of(field) == "rounding" and value is not None:
-            settings[f"{prefix}.{name}"] = str(value)
+            settings[name] = _rounding_settings(value)
+        elif effect_of(field) == "rounding":
+            settings[name] = value
     return settings
 
 
@@ -219,7 +208,10 @@ def pipeline_name(config: PipelineConfig, key: str) -> str:
 def flat(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
     """Return `{"ppo.kl.coef": 0.05, ...}` without null values, of some top-level sections or of all."""
     dump = config.model_dump(mode="json", by_alias=True)
-    return {name: value for section in sections or dump for name, value in leaves(section, dump[section])}
+    found: dict[str, Any] = {}
+    for section in sections or dump:
+        found.update(leaves(section, dump[section]))
+    return found
 
 
 def changed(config: PipelineConfig, sections: Sequence[str] | None = None) -> dict[str, Any]:
@@ -254,7 +246,7 @@ def result_settings(section: Section) -> dict[str, Any]:
             continue
         key = field.alias or name
         value = getattr(section, name)
-        if is_later(field) and value == field.default:
+        if declared(field, "later") and value == field.default:
             continue
         if isinstance(value, Section):
             settings[key] = result_settings(value)
@@ -263,21 +255,16 @@ def result_settings(section: Section) -> dict[str, Any]:
         else:
             settings[key] = dump[key]
     for name, field in type(section).model_fields.items():
-        if inherits(field) and name in settings:
+        if declared(field, "inherits") and name in settings:
             own: dict[str, Any] = settings[name]
             settings[name] = {part: own[part] for part in own if own[part] != settings.get(part)}
     return settings
 
 
 def _settings(config: PipelineConfig, name: str) -> dict[str, Any] | None:
-    section = _section(config, name)
+    """Return the settings of a section, such as `ppo` or `reward.judge`; None if it is null."""
+    section = _value(config, name)
     return None if section is None else result_settings(section)
-
-
-def _section(config: PipelineConfig, name: str) -> Section | None:
-    """Return a section by its name in the YAML file, such as `ppo` or `reward.judge`; None if it is null."""
-    section: Section | None = _value(config, name)
-    return section
 
 
 def _value(config: PipelineConfig, path: str) -> Any:

@@ -29,7 +29,7 @@ from rlhf_core.config.ppo import MINIBATCH, WITHOUT_GROUPS
 from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
 from rlhf_core.config.training import adapter_rate
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, checking
 from rlhf_core.system.files import exists
 from rlhf_core.system.home import HOME_OF_RUNS
 from rlhf_core.system.machine import machine
@@ -52,8 +52,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     Raises:
         ConfigError: With all problems, one per line.
     """
-    home = os.environ.get(HOME_OF_RUNS)
-    return _build(read(path), overrides if not home else [home_override(home), *overrides])
+    if home := os.environ.get(HOME_OF_RUNS):
+        overrides = [home_override(home), *overrides]
+    return _build(read(path), overrides)
 
 
 def home_override(home: str) -> str:
@@ -63,10 +64,7 @@ def home_override(home: str) -> str:
 
 def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the content of a configuration file with overrides, to be written to another file."""
-    document = read(path)
-    tree: dict[str, Any] = json.loads(json.dumps(document.tree))
-    _find_beside(tree, document.folder)
-    _expand(tree)
+    tree = _tree_of(read(path))
     for text in overrides:
         _override(tree, text)
     return tree
@@ -81,9 +79,7 @@ def config_from_tree(
 
 def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
     """Apply the overrides and validate. Raises ConfigError with all problems at once."""
-    tree = json.loads(json.dumps(document.tree))  # a copy, because overrides change it
-    _find_beside(tree, document.folder)
-    _expand(tree)
+    tree = _tree_of(document)
     given: dict[Keys, str] = {}
     problems: list[str] = []
     for text in overrides:
@@ -91,24 +87,31 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
             given[_override(tree, text)] = text
         except ConfigError as error:
             problems.append(error.message)
-    _expand(tree)
+    _expand(tree)  # once more, because an override can have a short form
     place = _place_of(document, given)
     for path, value in texts(tree):
         if problem := credential_problem(value, "give them by environment variables or a role"):
             problems.append(f"{place(path)}: {dotted(path)}: {problem}")
     problems.extend(f"{place(path)}: {sentence}" for path, sentence in out_of_range(tree))
-    try:
-        # From JSON: strict validation of Python objects would refuse the lists of YAML for tuples.
-        config = PipelineConfig.model_validate_json(json.dumps(_with_defaults(_with_derived(tree))))
-    except ValidationError as error:
-        problems.extend(format_errors(error, place))
-    except Exception as error:  # any exception of a validator or of the parser; a retry would not help
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        problems.append(f"{document.name}: the configuration: cannot be checked ({reason}); correct it")
+    complete = _merged(_with_derived(tree), json.loads(_default_json()))
+    with checking(f"{document.name}: the configuration"):
+        try:
+            # From JSON: strict validation of Python objects would refuse the lists of YAML for tuples.
+            config = PipelineConfig.model_validate_json(json.dumps(complete))
+        except ValidationError as error:
+            problems.extend(format_errors(error, place))
     if problems:
         # Not chained: pydantic's error would carry the values that the message hides.
         raise ConfigError("\n".join(problems)) from None
     return config
+
+
+def _tree_of(document: Document) -> dict[str, Any]:
+    """Return a copy of the content, for overrides, with the addresses found and short forms written out."""
+    tree: dict[str, Any] = json.loads(json.dumps(document.tree))
+    _find_beside(tree, document.folder)
+    _expand(tree)
+    return tree
 
 
 def _expand(tree: dict[str, Any]) -> None:
@@ -178,8 +181,10 @@ def _place_of(document: Document, overrides: Mapping[Keys, str]) -> Place:
 
 
 def _named(override: str) -> str:
-    key, equals, value = override.partition("=")
-    text = f"{key}={HIDDEN}" if is_secret(key, value) else f"{key}{equals}{value}"
+    key, _, value = override.partition("=")
+    text = override
+    if is_secret(key, value):
+        text = f"{key}={HIDDEN}"
     if len(text) > 80 or not text.isprintable():
         text = shown(text, limit=80)
     return f"override {text}"
@@ -187,18 +192,17 @@ def _named(override: str) -> str:
 
 def _with_derived(tree: dict[str, Any]) -> dict[str, Any]:
     """Fill the defaults that depend on the device or on other settings."""
-    run = tree.get("run")
-    on_gpu = uses_gpu(run.get("device", "auto") if isinstance(run, dict) else "auto")
+    on_gpu = uses_gpu(_at(tree, "run", "device") or "auto")
     _fill_precisions(tree, on_gpu)
     _fill_adapter_rates(tree)
     _complete_judge(tree)
     _fill_ppo(tree, on_gpu)
     if _at(tree, "ppo", "enabled") is False and _at(tree, "dpo", "enabled") is True:
-        _fill(tree, ("register",), "policy", "dpo")
+        _fill(tree, "register.policy", "dpo")
         if isinstance(tree.get("sample"), dict):
-            _fill(tree, ("sample",), "policy", "dpo")
+            _fill(tree, "sample.policy", "dpo")
     if on_gpu:  # with the 128 prompts that choose the policy, those of `data.max_eval`
-        _fill(tree, ("evaluate",), "prompts", 384)
+        _fill(tree, "evaluate.prompts", 384)
     return tree
 
 
@@ -211,33 +215,29 @@ def _fill_precisions(tree: dict[str, Any], on_gpu: bool) -> None:
     if on_gpu and not any(_BEFORE_AMPERE.search(name) for name in machine().gpu_names()):
         default = "bfloat16"
     for stage in ("sft", "reward", "dpo"):  # the judge has that of the reward model
-        _fill(tree, (stage, "deepspeed"), "dtype", default)
-    _fill(tree, ("ppo", "policy_deepspeed"), "dtype", default)
-    _fill(tree, ("ppo", "critic_deepspeed"), "dtype", default)
-    policy = tree["ppo"].get("policy_deepspeed") if isinstance(tree.get("ppo"), dict) else None
-    dtype = policy.get("dtype") if isinstance(policy, dict) else None
+        _fill(tree, f"{stage}.deepspeed.dtype", default)
+    _fill(tree, "ppo.policy_deepspeed.dtype", default)
+    _fill(tree, "ppo.critic_deepspeed.dtype", default)
+    dtype = _at(tree, "ppo", "policy_deepspeed", "dtype")
     # A precision of the policy that is not allowed is reported once, and not also as that of the engines.
-    _fill(tree, ("ppo", "engine"), "dtype", dtype if dtype in ("float32", "bfloat16", "float16") else default)
+    if dtype not in ("float32", "bfloat16", "float16"):
+        dtype = default
+    _fill(tree, "ppo.engine.dtype", dtype)
 
 
 def _fill_adapter_rates(tree: dict[str, Any]) -> None:
     """Fill the learning rates that are not given of sections with adapters (`adapter_rate`)."""
     defaults = json.loads(_default_json())
-    for section, name in (
-        ("sft", "optimizer"),
-        ("reward", "optimizer"),
-        ("dpo", "optimizer"),
-        ("ppo", "policy"),
-        ("ppo", "critic"),
-    ):
+    for optimizer in ("sft.optimizer", "reward.optimizer", "dpo.optimizer", "ppo.policy", "ppo.critic"):
+        section, name = optimizer.split(".")
         if isinstance(_at(tree, section, "lora"), dict):
             rate = adapter_rate(defaults[section][name]["learning_rate"])
-            _fill(tree, (section, name), "learning_rate", rate)
+            _fill(tree, f"{optimizer}.learning_rate", rate)
     if isinstance(_at(tree, "reward", "judge", "lora"), dict) and _at(tree, "reward", "lora") is None:
         rate = _at(tree, "reward", "optimizer", "learning_rate")
         if not isinstance(rate, float):
             rate = defaults["reward"]["optimizer"]["learning_rate"]
-        _fill(tree, ("reward", "judge", "optimizer"), "learning_rate", adapter_rate(rate))
+        _fill(tree, "reward.judge.optimizer.learning_rate", adapter_rate(rate))
 
 
 def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
@@ -258,7 +258,7 @@ def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
             divisors = [count for count in divisors_near(prompts * samples, wanted) if count <= wanted]
             ppo.setdefault("minibatches", max(divisors, default=1))
     if ppo.get("algorithm", "ppo") not in WITHOUT_GROUPS and _at(ppo, "kl", "estimator") is None:
-        _fill(ppo, ("kl",), "place", "loss")
+        _fill(ppo, "kl.place", "loss")
     if ppo.get("enabled", True) is True and _evaluations_choose(tree, ppo):
         ppo.setdefault("publish", "best")
 
@@ -276,39 +276,35 @@ def _evaluations_choose(tree: dict[str, Any], ppo: dict[str, Any]) -> bool:
     rewards = ppo.get("rewards")
     if not isinstance(rewards, list):
         return False
-    trained_on = [source for source in rewards if isinstance(source, dict) and source.get("weight", 1) != 0]
-    return bool(trained_on) and all(source.get("type") != "model" for source in trained_on)
+    types = [each.get("type") for each in rewards if isinstance(each, dict) and each.get("weight", 1) != 0]
+    return bool(types) and "model" not in types
 
 
-def _at(tree: Any, *path: str) -> Any:
+def _at(tree: Any, *path: str | int) -> Any:
     """Return the value at `path`; None if there is none."""
     for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
+        if not isinstance(tree, dict):
+            return None
+        tree = tree.get(key)
     return tree
 
 
 def _complete_judge(tree: dict[str, Any]) -> None:
     """Fill what the parts of `reward.judge` leave out with the settings of the reward model."""
-    reward = tree.get("reward")
-    judge = reward.get("judge") if isinstance(reward, dict) else None
-    if isinstance(reward, dict) and isinstance(judge, dict):
-        for part in ("optimizer", "deepspeed", "lora"):
-            own, default = judge.get(part), reward.get(part)
-            if isinstance(own, dict) and isinstance(default, dict):
-                judge[part] = default | own
+    for part in ("optimizer", "deepspeed", "lora"):
+        own, default = _at(tree, "reward", "judge", part), _at(tree, "reward", part)
+        if isinstance(own, dict) and isinstance(default, dict):
+            tree["reward"]["judge"][part] = default | own
 
 
-def _fill(tree: dict[str, Any], path: Keys, name: str, value: Any) -> None:
-    """Set the field `name` of the section at `path` to `value`, unless it is set or there is no section."""
+def _fill(tree: dict[str, Any], field: str, value: Any) -> None:
+    """Set a field such as `ppo.kl.place`, unless it is set or something else is in place of its section."""
     section: Any = tree
-    for key in path:
+    *sections, name = field.split(".")
+    for key in sections:
         section = section.setdefault(key, {}) if isinstance(section, dict) else None
     if isinstance(section, dict):
         section.setdefault(name, value)
-
-
-def _with_defaults(tree: dict[str, Any]) -> dict[str, Any]:
-    return _merged(tree, json.loads(_default_json()))
 
 
 @cache
@@ -412,7 +408,5 @@ def _default(path: Keys) -> Any:
     """
     if len(path) == 2 and path[0] == "data" and path[1] in SETS:
         return []
-    default: Any = json.loads(_default_json())
-    for step in path:
-        default = default.get(step) if isinstance(default, dict) else None
+    default = _at(json.loads(_default_json()), *path)
     return default if isinstance(default, list) else {}

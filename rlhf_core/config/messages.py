@@ -95,7 +95,9 @@ def has_own_fields(schema: Schema, field: Schema) -> bool:
 def fields(schema: Schema) -> list[tuple[str, Schema]]:
     """Return the fields of a section by their names; of a map with fixed keys only the first."""
     every = [(name, resolved(field)) for name, field in schema["properties"].items()]
-    return every[:1] if "propertyNames" in schema else every
+    if "propertyNames" in schema:
+        return every[:1]
+    return every
 
 
 def child(schema: Schema, step: str | int) -> Schema | None:
@@ -215,16 +217,18 @@ def _union_rule(parts: Sequence[Schema]) -> str:
     """Return the rule of a field with a type or one of some words."""
     types, words = [], []
     for part in parts:
-        choices = _choices(part)
-        words += choices
-        if not choices:
-            types.append("true, false" if part["type"] == "boolean" else _rule(part))
+        words += _choices(part)
+        if part.get("type") == "boolean":
+            types.append("true, false")
+        elif not _choices(part):
+            types.append(_rule(part))
     return f"{', '.join(types)} or {', '.join(words)}"
 
 
 def _choices(schema: Schema) -> list[str]:
-    choices = [schema["const"]] if "const" in schema else schema.get("enum", [])
-    return [str(choice) for choice in choices]
+    if "const" in schema:
+        return [str(schema["const"])]
+    return [str(choice) for choice in schema.get("enum", ())]
 
 
 def _list_rule(schema: Schema) -> str:
@@ -249,8 +253,8 @@ def _limits(schema: Schema) -> str:
         lower = f" above {schema['exclusiveMinimum']:g}"
     if "exclusiveMaximum" in schema:
         return f"{lower} to below {schema['exclusiveMaximum']:g}"
-    upper = number(schema["maximum"])
-    return f"{lower}, at most {upper}" if "exclusiveMinimum" in schema else f"{lower} to {upper}"
+    between = ", at most" if "exclusiveMinimum" in schema else " to"
+    return f"{lower}{between} {number(schema['maximum'])}"
 
 
 def number(value: float) -> str:
@@ -271,12 +275,12 @@ def format_errors(error: ValidationError, place: Place) -> list[str]:
     problems = error.errors(include_url=False)
     # Pydantic also checks the value of an unknown key of a map.
     unknown_keys = [problem["loc"][:-1] for problem in problems if _is_key(problem)]
-    return [
-        _format_error(problem, place)
-        for problem in problems
-        if _is_key(problem)
-        or not (_repeats_its_items(problem) or _starts_with_any(problem["loc"], unknown_keys))
-    ]
+    lines = []
+    for problem in problems:
+        of_unknown_key = any(problem["loc"][: len(key)] == key for key in unknown_keys)
+        if _is_key(problem) or not (of_unknown_key or _repeats_its_items(problem)):
+            lines.append(_format_error(problem, place))
+    return lines
 
 
 def _is_key(problem: ErrorDetails) -> bool:
@@ -284,25 +288,19 @@ def _is_key(problem: ErrorDetails) -> bool:
     return problem["loc"][-1:] == ("[key]",)
 
 
-def _starts_with_any(path: Keys, starts: Iterable[Keys]) -> bool:
-    return any(path[: len(start)] == start for start in starts)
-
-
 def _repeats_its_items(problem: ErrorDetails) -> bool:
     """Return whether the problem is a list that pydantic calls too short only because its items are wrong."""
     given = problem["input"]
-    return (
-        problem["type"] == "too_short"
-        and isinstance(given, list)
-        and len(given) >= problem["ctx"]["min_length"]
-    )
+    if problem["type"] != "too_short" or not isinstance(given, list):
+        return False
+    least: int = problem["ctx"]["min_length"]
+    return len(given) >= least
 
 
 def _format_error(problem: ErrorDetails, place: Place) -> str:
     kind, value = problem["type"], problem["input"]
     at = locate(problem["loc"][:-1] if _is_key(problem) else problem["loc"])
-    name = dotted(at.path) or "the configuration"
-    start = f"{place(at.path)}: {name}"
+    start = f"{place(at.path)}: {dotted(at.path) or 'the configuration'}"
     if kind == "value_error":
         text = problem["msg"].removeprefix("Value error, ")
         # The rule of a section names the field itself, with its full path.
@@ -329,9 +327,14 @@ def _format_type_error(problem: ErrorDetails, path: Keys, types: list[str], plac
     if problem["type"] == "union_tag_not_found":
         return f"{start}: is required (one of {', '.join(types)}); got nothing; add it"
     given = problem["input"].get("type") if isinstance(problem["input"], dict) else None
-    near = difflib.get_close_matches(str(given), types, n=1)
-    fix = f"did you mean {near[0]}?" if near else f"use, for example, {types[0]}"
+    fix = _nearest(given, types) or f"use, for example, {types[0]}"
     return f"{start}: must be one of {', '.join(types)}; got {shown(given, 'type')}; {fix}"
+
+
+def _nearest(value: Any, choices: Sequence[str]) -> str | None:
+    """Return `did you mean ...?` if a choice is similar."""
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return f"did you mean {near[0]}?" if near else None
 
 
 def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
@@ -381,10 +384,9 @@ def _fix(schema: Schema, path: Keys, value: Any) -> str:
         if not isinstance(value, list | dict) and value is not None:
             return "write it as a list: [...]"
         return f"use, for example, {example}" if example else "add one, or leave the key out for the default"
-    if _choices(schema):
-        near = difflib.get_close_matches(str(value), _choices(schema), n=1)
-        if near:
-            return f"did you mean {near[0]}?"
+    if choices := _choices(schema):
+        if meant := _nearest(value, choices):
+            return meant
     elif kind in ("integer", "number") and not isinstance(value, bool):
         return _number_fix(schema, value, example)
     elif kind == "boolean" and word in ("no", "off", "n", "yes", "on", "y"):
@@ -408,7 +410,7 @@ def _example(schema: Schema) -> str | None:
     if isinstance(default, list):
         if any(isinstance(item, dict) for item in default):
             return None
-        return "[" + ", ".join(str(item) for item in default) + "]"
+        return f"[{', '.join(map(str, default))}]"
     return str(default)
 
 

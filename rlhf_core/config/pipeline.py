@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, RootModel, field_validator, model_validator
+from pydantic import ConfigDict, RootModel, field_validator
 
 from rlhf_core.config.base import (
     PAUSE,
@@ -25,12 +26,12 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.data import (
     DEMO_LIMITS,
+    LIMIT_FIELDS,
     SETS,
     DataConfig,
     DriftConfig,
     GivenLimits,
     Limits,
-    Source,
     fitted_limits,
 )
 from rlhf_core.config.evaluate import EvaluateConfig
@@ -272,15 +273,13 @@ class TinyModel(Section):
     tie_embeddings: bool = result(True)
     """One matrix for input and output embeddings"""
 
-    @model_validator(mode="after")
-    def _head_size(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.hidden_size % self.heads or self.hidden_size // self.heads not in CPU_HEAD_SIZES:
-            raise ValueError(
+            yield (
                 f"model.tiny.hidden_size / heads must be one of {', '.join(map(str, CPU_HEAD_SIZES))} (vLLM's"
                 f" attention on CPU); got {self.hidden_size} / {self.heads} ="
                 f" {self.hidden_size / self.heads:g}; use heads={max(1, self.hidden_size // 32)}"
             )
-        return self
 
 
 class ModelConfig(Section):
@@ -448,34 +447,31 @@ class PipelineConfig(Section):
 
     def with_limits(self, limits: Limits) -> Self:
         """Return the configuration with these length limits."""
-        lengths = {
-            "max_prompt_tokens": limits.prompt,
-            "max_response_tokens": limits.response,
-            "max_text_tokens": limits.text,
-        }
-        data = self.data.model_copy(update=lengths)
-        ppo = self.ppo.model_copy(update={"max_new_tokens": limits.new})
-        return self.model_copy(update={"data": data, "ppo": ppo})
+        return self.with_values(dict(zip(LIMIT_FIELDS, limits, strict=True)))
 
-    @model_validator(mode="after")
-    def _complete_data(self) -> Self:
+    def complete(self) -> None:
         """Fill the length limits of the demo, and refuse missing data of any other run.
 
         The sections are frozen, so they are replaced.
         """
-        data, ppo = self.data, self.ppo
         if self.is_demo:
+            # Without a context: limits that do not fit it are refused by a rule, and not cut.
             completed = self.with_limits(fitted_limits(self.given_limits, DEMO_LIMITS, 2**31))
-            data, ppo = completed.data, completed.ppo
+            object.__setattr__(self, "data", completed.data)
+            object.__setattr__(self, "ppo", completed.ppo)
         else:
             self._require_data()
-            not_given: dict[str, tuple[Source, ...]] = {
-                name: () for name in SETS if name not in data.model_fields_set
-            }
-            data = data.model_copy(update=not_given)
-        object.__setattr__(self, "data", data)
-        object.__setattr__(self, "ppo", ppo)
-        return self
+            missing: dict[str, Any] = {name: () for name in SETS if name not in self.data.model_fields_set}
+            object.__setattr__(self, "data", self.data.with_values(missing))
+
+    def problems(self) -> Iterator[str]:
+        yield from self._of_start()
+        yield from self._of_policies()
+        yield from self._of_judge()
+        yield from self._of_model_from_scratch()
+        backend = self.ppo.weight_sync.backend
+        if self.run.device == "cpu" and backend in ("nccl", "ipc"):
+            yield f"ppo.weight_sync.backend={backend} needs GPUs; use auto or gloo with run.device=cpu"
 
     def _require_data(self) -> None:
         rows = {"prompts": "prompts (those of the pairs can be used: the same path)"}
@@ -485,6 +481,7 @@ class PipelineConfig(Section):
             rows["preference"] = "pairs"
         elif self.reward.enabled:
             rows["preference"] = "pairs (or set reward.enabled=false)"
+        # A default does not count: an own model would be trained on the demo's task by mistake.
         missing = [name for name in rows if name not in self.data.model_fields_set]
         if missing:
             fields = ", ".join(f"data.{name}" for name in missing)
@@ -494,90 +491,69 @@ class PipelineConfig(Section):
                 " path: synthetic"
             )
 
-    @model_validator(mode="after")
-    def _check_start(self) -> Self:
+    def _of_start(self) -> Iterator[str]:
         if not self.sft.enabled and self.model.path is None:
-            raise ValueError(
+            yield (
                 "sft.enabled=false needs model.path: a model from scratch must be trained first; set the path"
                 " of a model that follows instructions"
             )
         if self.sft.enabled and not self.data.sft:
-            raise ValueError("data.sft must have a source; give demonstrations, or set sft.enabled=false")
+            yield "data.sft must have a source; give demonstrations, or set sft.enabled=false"
         if not self.sft.enabled and self.sft.lora is not None:
-            raise ValueError("sft.lora has no effect with sft.enabled=false; leave it out")
+            yield "sft.lora has no effect with sft.enabled=false; leave it out"
         if self.ppo.enabled and self.ppo.ptx is not None and not self.data.sft:
-            raise ValueError("ppo.ptx needs demonstrations: give data.sft, or leave ppo.ptx out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
+            yield "ppo.ptx needs demonstrations: give data.sft, or leave ppo.ptx out"
         for stage, section in self.training_sections.items():
             name = section_of(stage)
             if section.deepspeed.ranks > section.batch_size:
-                raise ValueError(
+                yield (
                     f"{name}.deepspeed.ranks must be at most {name}.batch_size ({section.batch_size}); got"
                     f" {section.deepspeed.ranks}; lower it or raise the batch"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_reward_model(self) -> Self:
+    def _of_policies(self) -> Iterator[str]:
         if self.scores_by_reward_model and not (self.reward.enabled and self.data.preference):
             user = "" if self.ppo.enabled else ", which scores the answers of the stage sample (sample.judge)"
-            raise ValueError(
+            yield (
                 f"ppo.rewards has a source of type `model`{user}, but there is no reward model: set"
                 " reward.enabled=true and data.preference, or use rule rewards"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_dpo(self) -> Self:
         if self.dpo.enabled and not self.data.preference:
-            raise ValueError(
-                "dpo.enabled is true, but data.preference is empty; add pairs, or set dpo.enabled=false"
-            )
+            yield "dpo.enabled is true, but data.preference is empty; add pairs, or set dpo.enabled=false"
         if not (self.ppo.enabled or self.dpo.enabled):
-            raise ValueError(
+            yield (
                 "ppo.enabled and dpo.enabled are false, so no policy is trained; set dpo.enabled=true and"
                 " register.policy=dpo, or leave ppo.enabled out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_policies(self) -> Self:
         named: dict[str, str] = {"register.policy": self.register_.policy}
         if self.sample is not None:
             named["sample.policy"] = self.sample.policy
         for policy, other, section in (("ppo", "dpo", self.ppo), ("dpo", "ppo", self.dpo)):
             fields = [field for field, name in named.items() if name == policy]
             if fields and not section.enabled:
-                raise ValueError(
+                yield (
                     f"{' and '.join(fields)} must name a policy that is trained; got {policy}, but"
                     f" {policy}.enabled is false; set"
                     f" {' and '.join(f'{field}={other}' for field in fields)}, or {policy}.enabled=true"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_judge(self) -> Self:
+    def _of_judge(self) -> Iterator[str]:
         if self.reward.judge is not None and self.ppo.enabled and not self.ppo.uses_reward_model:
-            raise ValueError(
+            yield (
                 "reward.judge is a second model for a policy that is trained with the first; got ppo.rewards"
                 " without a source of type model: leave reward.judge out, the reward model is the judge"
             )
         if self.reward.judge is not None and not self.reward.enabled:
-            raise ValueError(
+            yield (
                 "reward.judge is trained next to the reward model, but reward.enabled is false; set it to"
                 " true, or leave reward.judge out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_model_from_scratch(self) -> Self:
+    def _of_model_from_scratch(self) -> Iterator[str]:
         if self.model.path is not None:
-            return self
+            return
         if self.sft.lora is not None:
-            raise ValueError(
+            yield (
                 "sft.lora adapts a pretrained model: it needs model.path; got a model from scratch, whose"
                 " weights are random; leave sft.lora out (reward.lora, dpo.lora and ppo.lora may stay)"
             )
@@ -585,21 +561,11 @@ class PipelineConfig(Section):
         # What is null follows from the data, within the context.
         longest = (given.prompt or 1) + max(given.response or 1, given.new or 1)
         if longest > self.model.tiny.max_positions:
-            raise ValueError(
+            yield (
                 f"data.max_prompt_tokens + the longest response = {longest} tokens do not fit"
                 f" model.tiny.max_positions ({self.model.tiny.max_positions}); raise it or lower"
                 " ppo.max_new_tokens"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sync_backend(self) -> Self:
-        backend = self.ppo.weight_sync.backend
-        if self.run.device == "cpu" and backend in ("nccl", "ipc"):
-            raise ValueError(
-                f"ppo.weight_sync.backend={backend} needs GPUs; use auto or gloo with run.device=cpu"
-            )
-        return self
 
 
 def uses_gpu(device: str) -> bool:

@@ -17,14 +17,6 @@ Role = Literal["policy", "reference", "critic", "reward", "judge"]
 TRAINED: tuple[Role, ...] = ("policy", "critic")
 """Roles whose models are trained. Those of the others are frozen."""
 
-_LABELS: dict[Role, str] = {
-    "policy": "policy",
-    "reference": "reference",
-    "critic": "critic",
-    "reward": "reward model",
-    "judge": "judge",
-}
-
 _ADAPTED_FROM: dict[Role, Role] = {"reference": "policy", "reward": "critic"}
 
 
@@ -58,7 +50,7 @@ class Group:
     @property
     def label(self) -> str:
         """The roles in words: `critic + reward model`."""
-        return " + ".join(_LABELS[role] for role in self.roles)
+        return " + ".join(self.roles).replace("reward", "reward model")
 
     @property
     def trains(self) -> bool:
@@ -157,12 +149,7 @@ def plan(ppo: PPOConfig) -> PlacementPlan:
         else:
             candidates += [(("critic",), critic), (("reward",), ppo.reward_ranks)]
     # Not the judge: it has no ranks of its own, those of the reward model hold it as well.
-    exists = {
-        "policy": True,
-        "reference": True,
-        "critic": ppo.uses_critic,
-        "reward": ppo.uses_reward_model,
-    }
+    exists = {"policy": True, "reference": True, "critic": ppo.uses_critic, "reward": ppo.uses_reward_model}
     groups = []
     for roles, ranks in candidates:
         present = tuple(role for role in roles if exists[role])

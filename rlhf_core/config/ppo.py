@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rlhf_core.config.base import (
     BATCH,
@@ -58,6 +59,11 @@ _TITLES = {
     "dr_grpo": "Dr. GRPO",
 }
 """Algorithms whose name people do not write in capitals only."""
+_AGGREGATIONS: dict[str, ConfiguredAggregation] = {
+    "grpo": "seq-mean-token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+"""`aggregation` of algorithms for which it is not `token-mean`."""
 MINIBATCH = 64
 """Responses of an optimizer step in InstructGPT (Ouyang et al. 2022) and LLaMA-2 (Touvron et al. 2023)."""
 
@@ -306,12 +312,14 @@ class PPOConfig(PackedSection):
         if self.lora.quantize is not None or self.lora.r > MAX_ENGINE_RANK:
             return False
         # A merge in float32 is not rounded, so it loses nothing of a small update.
-        return (self.engine.dtype, self.policy_deepspeed.dtype) != ("float32", "float32")
+        return self.served_dtype != "float32"
 
     @property
     def served_dtype(self) -> str:
         """Precision to which weights are rounded for the engines: the lower one of engines and training."""
-        return self.engine.dtype if self.engine.dtype != "float32" else self.policy_deepspeed.dtype
+        if self.engine.dtype != "float32":
+            return self.engine.dtype
+        return self.policy_deepspeed.dtype
 
     @property
     def group_kind(self) -> GroupKind | None:
@@ -338,9 +346,7 @@ class PPOConfig(PackedSection):
             return self.aggregation
         if isinstance(self.loss, SequenceLoss):
             return "seq-mean-token-mean"
-        if self.algorithm == "dr_grpo":
-            return "seq-mean-token-sum-norm"
-        return "seq-mean-token-mean" if self.algorithm == "grpo" else "token-mean"
+        return _AGGREGATIONS.get(self.algorithm, "token-mean")
 
     @property
     def loss_sum(self) -> Aggregation:
@@ -364,9 +370,10 @@ class PPOConfig(PackedSection):
         """`importance`, or the default for the configured precisions and staleness."""
         if self.importance is not None:
             return self.importance
-        if self.staleness:
+        # With older or rounded weights, the engines sample from another distribution than the trained one.
+        if self.staleness or self.served_dtype != "float32":
             return "truncate"
-        return "none" if self.engine.dtype == self.policy_deepspeed.dtype == "float32" else "truncate"
+        return "none"
 
     @property
     def sync_every(self) -> int:
@@ -383,8 +390,9 @@ class PPOConfig(PackedSection):
     @property
     def kl_limit(self) -> float:
         """`max_kl`, or the default derived from the target."""
-        derived = 100.0 if self.kl.target is None else 5 * self.kl.target
-        return derived if self.max_kl is None else self.max_kl
+        if self.max_kl is not None:
+            return self.max_kl
+        return 5 * self.kl.target if self.kl.target else 100.0
 
     @property
     def evaluation_interval(self) -> int | None:
@@ -396,13 +404,14 @@ class PPOConfig(PackedSection):
     @property
     def publish_kl_limit(self) -> float:
         """`publish_max_kl`, or the default derived from the target."""
-        derived = math.inf if self.kl.target is None else 5 * self.kl.target
-        return derived if self.publish_max_kl is None else self.publish_max_kl
+        if self.publish_max_kl is not None:
+            return self.publish_max_kl
+        return 5 * self.kl.target if self.kl.target else math.inf
 
     @property
     def kl_horizon(self) -> int:
         """`kl.horizon`, or the default derived from the number of responses per step."""
-        return 20 * self.rollout_batch_size if self.kl.horizon is None else self.kl.horizon
+        return self.kl.horizon or 20 * self.rollout_batch_size
 
     @property
     def policy_optimizer_steps(self) -> int:
@@ -443,6 +452,7 @@ class PPOConfig(PackedSection):
     @field_validator("rewards")
     @classmethod
     def _check_reward_names(cls, rewards: tuple[AnyReward, ...]) -> tuple[AnyReward, ...]:
+        # Under one name, the metrics of one source would hide those of the other.
         names = [source.used_name for source in rewards]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -450,184 +460,160 @@ class PPOConfig(PackedSection):
             )
         return rewards
 
-    # Rules of several fields. Pydantic stops at the first that fails.
+    def problems(self) -> Iterator[str]:
+        yield from self._of_sampling()
+        yield from self._of_warmup()
+        yield from self._of_overlong()
+        yield from self._of_publishing()
+        yield from self._of_updates()
+        yield from self._of_devices()
+        yield from self._of_sleeping()
+        yield from self._of_sync()
+        total = self.rollout_batch_size
+        if self.kl.target is not None and self.kl_horizon * 5 <= total:
+            yield (
+                f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, because the"
+                f" coefficient could become negative otherwise; got {self.kl.horizon}; leave it out, or use"
+                f" {20 * total}"
+            )
 
-    @model_validator(mode="after")
-    def _check_samples_per_prompt(self) -> Self:
+    def _of_sampling(self) -> Iterator[str]:
         if self.by_group and self.samples_per_prompt < 2:
-            raise ValueError(
+            yield (
                 f"ppo.algorithm={self.algorithm} compares samples of one prompt: ppo.samples_per_prompt must"
                 f" be at least 2; got {self.samples_per_prompt}; use 4, or ppo.algorithm=reinforce_pp"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_advantages(self) -> Self:
         if self.advantages is not None and not self.by_group:
-            raise ValueError(
+            yield (
                 "ppo.advantages replaces those of an algorithm that compares samples of one prompt; got"
                 f" ppo.algorithm={self.algorithm}; use grpo, dr_grpo, rloo or reinforce_baseline"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_staleness(self) -> Self:
         if self.staleness and self.colocate == "all":
-            raise ValueError(
+            yield (
                 f"ppo.staleness={self.staleness} lets the engines sample during the training, but with"
                 " ppo.colocate=all they are on the devices of the training ranks; use ppo.staleness=0, or"
                 " ppo.colocate=pairs"
             )
         if self.staleness > 1 and self.dynamic_filtering is not None:
-            raise ValueError(
+            yield (
                 f"ppo.staleness={self.staleness} lets the engines sample one batch after another, but"
                 " ppo.dynamic_filtering scores each batch before it samples other prompts for it; use"
                 " ppo.staleness=1, or leave out ppo.dynamic_filtering"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_dynamic_filtering(self) -> Self:
         if self.dynamic_filtering and not self.by_group:
-            raise ValueError(
+            yield (
                 "ppo.dynamic_filtering needs an algorithm that compares samples of one prompt; got"
                 f" ppo.algorithm={self.algorithm}; use grpo, dr_grpo, rloo or reinforce_baseline"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_critic_warmup(self) -> Self:
+    def _of_warmup(self) -> Iterator[str]:
         least, most = self.critic_warmup_steps or 0, self.critic_warmup_max_steps
         if not self.uses_critic and (least or most is not None):
             given = f"ppo.critic_warmup_steps={least}, ppo.critic_warmup_max_steps={most or 'null'}"
-            raise ValueError(
-                f"ppo.algorithm={self.algorithm} has no critic to warm up; got {given}; use 0 and null"
-            )
+            yield f"ppo.algorithm={self.algorithm} has no critic to warm up; got {given}; use 0 and null"
         for name, value in (("critic_warmup_steps", least), ("critic_warmup_max_steps", most or 0)):
             if value >= self.steps:
-                raise ValueError(
+                yield (
                     f"ppo.{name} must be below ppo.steps ({self.steps}), because the policy would never be"
                     f" trained otherwise; got {value}; lower it"
                 )
         if most is not None and most < least:
-            raise ValueError(
+            yield (
                 f"ppo.critic_warmup_max_steps must be at least ppo.critic_warmup_steps ({least}); got {most};"
                 " leave it out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_overlong(self) -> Self:
+    def _of_overlong(self) -> Iterator[str]:
         if self.overlong and self.missing_eos_penalty:
-            raise ValueError(
+            yield (
                 "ppo.overlong and ppo.missing_eos_penalty both penalize a response that reaches the length"
                 " limit; set one of them"
             )
         limit = self.max_new_tokens
         if self.overlong and limit is not None and self.overlong.buffer > limit:
-            raise ValueError(
+            yield (
                 f"ppo.overlong.buffer must be at most ppo.max_new_tokens ({limit}); got"
                 f" {self.overlong.buffer}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_publish(self) -> Self:
+    def _of_publishing(self) -> Iterator[str]:
         if self.evaluate_every == 0 and (self.publish == "best" or self.stop_patience is not None):
-            raise ValueError(
+            yield (
                 "ppo.publish=best and ppo.stop_patience need evaluations; got ppo.evaluate_every=0; use"
                 " ppo.evaluate_every=null"
             )
         if self.publish == "best" and self.ema_decay is not None:
-            raise ValueError(
+            yield (
                 "ppo.ema_decay keeps the average at the last step, which is not that of the best policy; got"
                 " ppo.publish=best; leave one of them out"
             )
         if self.publish == "average" and self.ema_decay is None:
-            raise ValueError(
+            yield (
                 "ppo.publish=average publishes the moving average of the weights; got no ppo.ema_decay; set"
                 " it, for example to 0.99"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_adapter_sync(self) -> Self:
+    def _of_updates(self) -> Iterator[str]:
         if self.weight_sync.lora == "adapter" and (self.lora is None or self.lora.r > MAX_ENGINE_RANK):
             given = "no ppo.lora" if self.lora is None else f"r={self.lora.r}"
-            raise ValueError(
+            yield (
                 f"ppo.weight_sync.lora=adapter needs ppo.lora with r of at most {MAX_ENGINE_RANK}; got"
                 f" {given}; set ppo.lora.r or ppo.weight_sync.lora=merged"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_max_kl(self) -> Self:
         if self.kl.target is not None and self.kl.target >= self.kl_limit:
-            raise ValueError(
+            yield (
                 f"ppo.max_kl must be above ppo.kl.target ({self.kl.target:g}), because a policy at its target"
                 f" would be stopped otherwise; got {self.kl_limit:g}; leave it out ({5 * self.kl.target:g})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_minibatches(self) -> Self:
         total = self.rollout_batch_size
         if total % self.minibatches:
             divisors = ", ".join(str(divisor) for divisor in divisors_near(total, self.minibatches))
-            raise ValueError(
+            yield (
                 f"ppo.minibatches must divide prompts_per_step x samples_per_prompt ({self.prompts_per_step}"
                 f" x {self.samples_per_prompt} = {total}); got {self.minibatches}; use {divisors}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_ranks(self) -> Self:
         ranks = {"policy": self.policy_deepspeed.ranks}
         if self.uses_critic:
             ranks["critic"] = self.critic_deepspeed.ranks
         for role, count in ranks.items():
             if self.minibatch_size < count:
-                raise ValueError(
+                yield (
                     f"ppo.{role}_deepspeed.ranks must be at most the minibatch of {self.minibatch_size}"
                     f" responses ({self.rollout_batch_size} / {self.minibatches}); got {count}"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_colocation(self) -> Self:
+    def _of_devices(self) -> Iterator[str]:
         policy, critic = self.policy_deepspeed.ranks, self.critic_deepspeed.ranks
         used = self.uses_critic or self.uses_reward_model  # both have the ranks of the critic
         if self.colocate == "all" and used and policy != critic:
-            raise ValueError(
+            yield (
                 "ppo.colocate=all needs ppo.policy_deepspeed.ranks equal to ppo.critic_deepspeed.ranks; "
                 f"got {policy} and {critic}"
             )
         count, ways = self.engine.count, self.engine.tensor_parallel
         if self.colocate == "all" and count * ways > policy:
-            raise ValueError(
+            yield (
                 "ppo.colocate=all puts engines on the devices of ranks: ppo.engine.count x ppo.engine."
                 f"tensor_parallel must be at most ppo.policy_deepspeed.ranks ({policy}); got {count} x {ways}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_sleep(self) -> Self:
+    def _of_sleeping(self) -> Iterator[str]:
         level = self.engine.sleep_level
         if level == 0:
-            return self
+            return
         name = f"ppo.engine.sleep_level={level}"
         if self.colocate != "all":
-            raise ValueError(
+            yield (
                 f"{name} needs engines on the devices of the training ranks; got"
                 f" ppo.colocate={self.colocate}; use ppo.colocate=all, or ppo.engine.sleep_level=0"
             )
         if self.dynamic_filtering is not None and self.uses_reward_model:
-            raise ValueError(
+            yield (
                 f"{name} cannot be combined with ppo.dynamic_filtering and a reward model, which would score"
                 " responses while the engines use the devices; use ppo.engine.sleep_level=0"
             )
         if level == 2 and self.syncs_adapter:
-            raise ValueError(
+            yield (
                 f"{name} drops weights that a sync does not send with ppo.weight_sync.lora=adapter; use"
                 " ppo.engine.sleep_level=1"
             )
@@ -636,36 +622,22 @@ class PPOConfig(PackedSection):
             trained["critic"] = self.critic_deepspeed
         for role, deepspeed in trained.items():
             if deepspeed.zero_stage == 0 or deepspeed.offload != "none":
-                raise ValueError(
+                yield (
                     f"{name} needs ppo.{role}_deepspeed.zero_stage of at least 1 and no offload, because"
                     f" DeepSpeed moves no other states; got zero_stage={deepspeed.zero_stage} and"
                     f" offload={deepspeed.offload}; use zero_stage=1"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_sync_backend(self) -> Self:
+    def _of_sync(self) -> Iterator[str]:
         # NCCL refuses two processes on one GPU, and the IPC backend passes handles of memory of one GPU.
         backend = self.weight_sync.backend
         if backend == "ipc" and self.colocate != "all":
-            raise ValueError(
+            yield (
                 "ppo.weight_sync.backend=ipc needs engines that share GPUs with the policy, but with"
                 f" ppo.colocate={self.colocate} they do not share them; use auto"
             )
         if backend == "nccl" and self.colocate == "all":
-            raise ValueError(
+            yield (
                 "ppo.weight_sync.backend=nccl needs engines that do not share GPUs with the policy, but"
                 " with ppo.colocate=all they share them; use auto"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_kl_horizon(self) -> Self:
-        total = self.rollout_batch_size
-        if self.kl.target is not None and self.kl_horizon * 5 <= total:
-            raise ValueError(
-                f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, because the"
-                f" coefficient could become negative otherwise; got {self.kl.horizon}; leave it out, or use"
-                f" {20 * total}"
-            )
-        return self

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from rlhf_core.config.base import (
     BATCH,
@@ -60,23 +60,17 @@ class KLConfig(Section):
         """`estimator`, or the default for `place`."""
         return self.estimator or ("k1" if self.place == "reward" else "k2")
 
-    @model_validator(mode="after")
-    def _check_target(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.target is not None and self.coef == 0:
-            raise ValueError(
+            yield (
                 f"ppo.kl.target={self.target:g} with ppo.kl.coef=0 has no effect, because the coefficient is"
                 " multiplied in each step and stays 0; use a coef above 0, or leave the target out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_gradient(self) -> Self:
         if self.place == "loss" and self.estimator == "k1":
-            raise ValueError(
+            yield (
                 "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in"
                 " expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
             )
-        return self
 
 
 class OverlongConfig(Section):

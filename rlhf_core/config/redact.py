@@ -146,7 +146,7 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     if isinstance(value, float) and not math.isfinite(value):
-        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+        return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(str(value))} characters)"
 
@@ -172,6 +172,7 @@ def _hidden_parameter(match: re.Match[str]) -> str:
     return f"{match[1]}={HIDDEN}" if _SECRET_PARAMETER.search(_decoded(match[1])[-1]) else match[0]
 
 
+# Every line of a log asks for them, and the environment hardly changes.
 @lru_cache(maxsize=8)
 def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     """Return all encoded forms of the secrets in these variables.
@@ -187,11 +188,13 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
             values |= {value, value.strip(), *value.split("\n")}
         # An address of a database or proxy may contain a password, regardless of the name of the variable.
         values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
-    values |= {form for value in values for form in _decoded(value)}
-    long = {value for value in values if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS}
-    return tuple(
-        sorted({form for value in long for form in _encoded(value)}, key=lambda form: (-len(form), form))
-    )
+    for value in tuple(values):
+        values.update(_decoded(value))
+    forms: set[str] = set()
+    for value in values:
+        if len(value) >= _SHORTEST_SECRET and value.lower() not in _WORDS:
+            forms.update(_encoded(value))
+    return tuple(sorted(forms, key=lambda form: (-len(form), form)))
 
 
 def _encoded(value: str) -> Iterator[str]:

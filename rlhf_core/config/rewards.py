@@ -5,12 +5,12 @@ common.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import regex
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from rlhf_core.config.base import (
     PAUSE,
@@ -27,7 +27,7 @@ from rlhf_core.config.base import (
     result,
 )
 from rlhf_core.config.redact import is_secret_variable, shown
-from rlhf_core.config.server_url import check_url
+from rlhf_core.config.server_url import url_problem
 
 _FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
 """A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""
@@ -41,7 +41,8 @@ def pattern_problem(pattern: str) -> str | None:
         compiled(pattern)
     except RecursionError:
         return "is nested too deeply; flatten it"
-    except Exception as error:  # regex.error, OverflowError or MemoryError
+    # ValueError: flags in the pattern that exclude each other, such as (?V1).
+    except (regex.error, ValueError, OverflowError, MemoryError) as error:
         return f"does not compile: {error}"
     return None
 
@@ -52,7 +53,11 @@ def compiled(pattern: str) -> Any:
 
     A dot matches line feeds, because responses have several lines.
     """
+    # VERSION0 behaves as `re`; VERSION1 has nested sets, so `[[a]b]` would mean something else.
     return regex.compile(pattern, regex.VERSION0 | regex.DOTALL)
+
+
+_TIMEOUT = Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
 
 
 class RewardSource(Section):
@@ -205,9 +210,7 @@ class PythonReward(UserFunction, ExternalReward):
     type: Literal["python"] = "python"
     # With `on_error: mask` a time limit decides which responses count. It is not in the key, because what is
     # too slow depends on the machine.
-    timeout: PositiveFloat = execution(
-        30.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
-    )
+    timeout: PositiveFloat = execution(30.0, within=_TIMEOUT)
     """Seconds for one batch"""
     retries: NonNegativeInt = execution(1, within=TRIES)
     """Retries of a batch that failed"""
@@ -227,9 +230,7 @@ class RemoteReward(ExternalReward):
     """Concurrent requests to each replica"""
     send_tokens: bool = result(False)
     """Also send token ids, for a service with the tokenizer of the policy"""
-    timeout: PositiveFloat = execution(
-        30.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
-    )
+    timeout: PositiveFloat = execution(30.0, within=_TIMEOUT)
     """Seconds for one request, from the address look-up to the last byte"""
     retries: NonNegativeInt = execution(4, within=TRIES)
     """Retries of a request that failed"""
@@ -240,11 +241,10 @@ class RemoteReward(ExternalReward):
     breaker_seconds: PositiveFloat = execution(15.0, within=PAUSE)
     """Seconds for which it is not used"""
 
-    @model_validator(mode="after")
-    def _check_urls(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for index, url in enumerate(self.urls):
-            check_url(url, f"urls.{index}", token="RLHF_REWARD_TOKEN")
-        return self
+            if problem := url_problem(url, "RLHF_REWARD_TOKEN"):
+                yield f"urls.{index}: {problem}"
 
 
 class ChatServiceConfig(Section):
@@ -270,9 +270,7 @@ class ChatServiceConfig(Section):
     """
     concurrency: PositiveInt = execution(8, within=Range(1, 1024, "connections to one service"))
     """Concurrent requests"""
-    timeout: PositiveFloat = execution(
-        60.0, within=Range(0.01, 1e6, "shorter times end before an answer, longer times never end")
-    )
+    timeout: PositiveFloat = execution(60.0, within=_TIMEOUT)
     """Seconds for one request, from the address look-up to the last byte"""
     retries: NonNegativeInt = execution(5, within=TRIES)
     """Retries of a request that failed"""
@@ -313,10 +311,9 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
     the stage `ppo` fails. Equal grades count half. null, or weight 0: not measured
     """
 
-    @model_validator(mode="after")
-    def _check_url(self) -> Self:
-        check_url(self.url, "url")
-        return self
+    def problems(self) -> Iterator[str]:
+        if problem := url_problem(self.url):
+            yield f"url: {problem}"
 
 
 AnyReward = Annotated[

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 
 
-def url_problem(url: str, token: str) -> str | None:
+def url_problem(url: str, token: str = "the variable in api_key_env") -> str | None:
     """Return the reason for which `url` is no plain HTTP address, or None.
 
     Args:
@@ -28,6 +28,7 @@ def server_problem(url: str) -> str | None:
     """Return the reason for which no server can be at `url`, or None."""
     try:
         parts = urlsplit(url)
+        # `port` raises ValueError for a text and for numbers above 65535.
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return "it must be http(s)://host[:port]/path"
@@ -66,15 +67,3 @@ def _host_problem(host: str) -> str | None:
 def host_of(url: str) -> str:
     """Return the host of a URL in lower case, without port and brackets."""
     return (urlsplit(url).hostname or "").lower()
-
-
-def check_url(url: str, field: str, token: str = "the variable in api_key_env") -> None:
-    """Raise ValueError unless `url` is a plain HTTP address.
-
-    Args:
-        url: The address, which the message does not contain.
-        field: Name of the address in the message.
-        token: Where the token of the service is given, for the message.
-    """
-    if problem := url_problem(url, token):
-        raise ValueError(f"{field}: {problem}")

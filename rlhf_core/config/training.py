@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator
 
 from rlhf_core.config.base import (
     BATCH,
@@ -115,13 +116,9 @@ class DeepSpeedConfig(Section):
     default an error
     """
 
-    @model_validator(mode="after")
-    def _check_hpz(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.ranks % self.hpz:
-            raise ValueError(
-                f"hpz must divide ranks ({self.ranks}); got {self.hpz}; use the ranks of one host"
-            )
-        return self
+            yield f"hpz must divide ranks ({self.ranks}); got {self.hpz}; use the ranks of one host"
 
 
 _ADAPTER_WIDTH = Range(1, 8192, "wider than the layers of any model")
@@ -310,20 +307,18 @@ class RewardConfig(TrainingSection):
         """Number of reward models, without the judge."""
         return 1 if self.ensemble is None else self.ensemble.members
 
-    @model_validator(mode="after")
-    def _check_ensemble(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.ensemble is not None and not self.enabled:
-            raise ValueError(
+            yield (
                 "reward.ensemble trains reward models, but reward.enabled is false; set it to true, or leave"
                 " reward.ensemble out"
             )
         ensemble = self.ensemble
         if ensemble is not None and ensemble.combine != "uncertainty" and ensemble.penalty != PENALTY:
-            raise ValueError(
+            yield (
                 "reward.ensemble.penalty has no effect with reward.ensemble.combine="
                 f"{ensemble.combine}; got {ensemble.penalty:g}; leave it out, or set combine to uncertainty"
             )
-        return self
 
 
 class DPOConfig(TrainingSection):
@@ -351,16 +346,14 @@ class DPOConfig(TrainingSection):
     eval_every: PositiveInt = execution(50)
     """Optimizer steps between evaluations on held-out rows; with `early_stop`, its `every` is used"""
 
-    @model_validator(mode="after")
-    def _check_loss(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.loss == "robust" and not self.label_smoothing:
-            raise ValueError(
+            yield (
                 "dpo.loss: robust needs dpo.label_smoothing, the share of wrong pairs; got 0; set it, such as"
                 " to 0.1, or use sigmoid"
             )
         if self.loss == "ipo" and self.label_smoothing:
-            raise ValueError(
+            yield (
                 f"dpo.label_smoothing has no effect with dpo.loss=ipo; got {self.label_smoothing:g}; leave"
                 " one of them out"
             )
-        return self

@@ -28,6 +28,7 @@ Keys = tuple[str | int, ...]
 
 _NULLS = {"", "~", "null", "Null", "NULL"}
 _BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+# Longer numbers stay texts: no field allows them, and `int` refuses more than 4,300 digits.
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,30})")
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]{1,6})?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -62,7 +63,7 @@ def read(path: str | Path) -> Document:
     """
     try:
         with open_regular(shipped(path)) as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)  # one more, so that `parse` sees that it is too large
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: configuration file not found; give the path of a YAML file") from error
     except PermissionError as error:
@@ -229,7 +230,7 @@ def _decode(data: bytes, name: str) -> str:
             f"{name}:{line}: has a NUL byte, as in UTF-16, and is not UTF-8 text; save it as UTF-8"
         )
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(
@@ -239,6 +240,7 @@ def _decode(data: bytes, name: str) -> str:
 
 def _syntax_message(error: yaml.YAMLError, text: str, name: str) -> str:
     lines = text.splitlines()
+    # First, because the parser says only that a character "cannot start any token".
     for number, line in enumerate(lines, start=1):
         if "\t" in line[: len(line) - len(line.lstrip())]:
             return f"{name}:{number}: a tab indents this line; YAML allows spaces only; replace it"

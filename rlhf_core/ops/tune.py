@@ -104,21 +104,18 @@ def tune(
     config = load_config(config_path, overrides)
     if not config.ppo.enabled:
         raise InputError("ppo.enabled: must be true for settings of ppo to be measured; got false")
-    given = overrides
-    overrides = [*given, *resolve(config).overrides]
+    given, overrides = overrides, [*overrides, *resolve(config).overrides]
     # A name of its own: the summary and the MLflow run of the configuration stay as they are. Keys of stages
     # do not contain the name, so finished stages are reused.
     named = load_config(config_path, [*overrides, f"run.name={config.run.name}-tune"])
     checked = CheckedConfig(named, tuple(check_and_prepare(named, str(config_path))), str(config_path))
     last: StageName = "reward" if config.reward.enabled else "sft"
+    folders: dict[str, Path] = {}
     with open_run(checked, FIRST_STAGE, last, {}, seconds_since_boot()) as run:
-        inputs = {
-            stage: run.artifacts.fetch(run_with_retries(run, stage).ref)
-            for stage in filter(run.includes, STAGES)
-        }
+        for stage in filter(run.includes, STAGES):
+            folders[stage] = run.artifacts.fetch(run_with_retries(run, stage).ref)
     ppo = train or STAGES["ppo"].load()
     work = run.home.tune(run.name)
-    folders = {str(stage): folder for stage, folder in inputs.items()}
 
     def train_briefly(config: PipelineConfig, metrics: RecordingMetrics) -> None:
         ppo(config, stage_context(work, inputs=folders, metrics=metrics, sources=run.sources))
@@ -134,8 +131,7 @@ def tune(
     if not measured:
         raise InputError(f"{config_path}: no candidate of ppo runs; {trials[0].label}: {trials[0].problem}")
     best = min(measured, key=lambda trial: trial.seconds or 0.0)
-    tree = overridden(config_path, [*given, *best.changes])
-    out.write_text(dump(tree), encoding="utf-8")
+    out.write_text(dump(overridden(config_path, [*given, *best.changes])), encoding="utf-8")
     return Tuned(tuple(trials), best, out)
 
 
@@ -149,11 +145,9 @@ def candidates(
         for _, changes in make_plan(config_path, overrides).fastest.get("ppo", []):
             if changes:
                 found.append(as_overrides(changes))
-    else:
-        # Not `run.threads`: with one thread, each engine and each rank still has a core of its own.
-        cores = machine().cores()
-        if cores != config.ppo.engine.count:
-            found.append((f"ppo.engine.count={cores}",))
+    # Not `run.threads`: with one thread, each engine and each rank still has a core of its own.
+    elif (cores := machine().cores()) != config.ppo.engine.count:
+        found.append((f"ppo.engine.count={cores}",))
     if not config.ppo.staleness:
         found += [(*changes, "ppo.staleness=1") for changes in found]
     return [changes for changes in found if _is_allowed(config_path, [*overrides, *changes])]

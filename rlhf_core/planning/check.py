@@ -123,10 +123,7 @@ def _flash_attention(config: PipelineConfig) -> Iterator[Finding]:
             "model.attention: flash_attention_2 needs the package flash_attn, which is not installed; install"
             " it, or use sdpa"
         )
-    exact = [
-        f"{field}.dtype" for field, deepspeed in deepspeed_sections(config) if deepspeed.dtype == "float32"
-    ]
-    if exact:
+    if exact := _dtype_fields(config, "float32"):
         verb = "is" if len(exact) == 1 else "are"
         yield ConfigError(
             f"model.attention: flash_attention_2 has no float32, which {', '.join(exact)}"
@@ -161,10 +158,13 @@ def _cpu_settings(config: PipelineConfig, stages: Collection[StageName]) -> Iter
             yield _for_stages(users, error, stages)
 
 
+def _dtype_fields(config: PipelineConfig, dtype: str) -> list[str]:
+    """Return the fields of the trained models that have this precision."""
+    return [f"{field}.dtype" for field, section in deepspeed_sections(config) if section.dtype == dtype]
+
+
 def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
-    fields = [
-        f"{field}.dtype" for field, deepspeed in deepspeed_sections(config) if deepspeed.dtype == "bfloat16"
-    ]
+    fields = _dtype_fields(config, "bfloat16")
     if config.ppo.engine.dtype == "bfloat16":
         fields.append("ppo.engine.dtype")
     if fields and not machine().has_fast_bfloat16():
@@ -222,18 +222,21 @@ def check_memory(config: PipelineConfig, stages: Collection[StageName] = tuple(S
     hardware = visible_hardware() if runs_on_gpu(config) else cpu_hardware()
     if hardware is None:
         return
-    if problem := _misfit(config, hardware, stages):
+    problem, others = _misfits(config, hardware, stages)
+    if problem:
         yield ConfigError(problem)
-    elif found := _other_problems(config, hardware):
+    elif others:
         yield (
-            f"stages that this run has passed, or does not come to, do not fit: {found}; `rlhf plan` shows a"
+            f"stages that this run has passed, or does not come to, do not fit: {others}; `rlhf plan` shows a"
             " fix"
         )
 
 
 def small_model_rates(config: PipelineConfig) -> Iterator[str]:
     """Warn about default learning rates, which are those of billions of parameters, for a small model."""
-    shape = None if config.model.path is None else _known_shape(config)
+    if config.model.path is None:
+        return
+    shape = _known_shape(config)
     low = [each for each in learning_rates(config) if not each.adapters and each.rate <= each.default]
     if low and shape is not None and shape.parameters < _SMALL_MODEL:
         names = ", ".join(f"{each.field} ({each.rate:g})" for each in low)
@@ -257,32 +260,31 @@ def check_cluster_memory(
         hardware: GPUs of all nodes.
         stages: The stages that will run on this cluster.
     """
-    if problem := _misfit(config, hardware, stages):
+    problem, others = _misfits(config, hardware, stages)
+    if problem:
         return ConfigError(f"RAY_ADDRESS: not all stages fit on its GPUs: {problem}")
-    found = _other_problems(config, hardware)
-    if not found:
-        return None
-    return f"not all stages fit on GPUs like those of this cluster: {found}; `rlhf plan --gpus` shows a fix"
+    if others:
+        return (
+            f"not all stages fit on GPUs like those of this cluster: {others}; `rlhf plan --gpus` shows a fix"
+        )
+    return None
 
 
-def _other_problems(config: PipelineConfig, hardware: Hardware) -> str:
-    """Return what does not fit, without numbers and layouts of GPUs."""
-    shape = _known_shape(config)
-    problems = () if shape is None else compare_memory(config, shape, hardware).problems
-    return "\n".join(problem.text for problem in problems if problem.what not in ("devices", "engine layout"))
-
-
-def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[StageName] = tuple(STAGES)) -> str:
-    """Return what of `stages` does not fit, and a fix; empty if they fit or the shape of the model is
-    unknown.
+def _misfits(config: PipelineConfig, hardware: Hardware, stages: Collection[StageName]) -> tuple[str, str]:
+    """Return what of `stages` does not fit, with a fix, and what of other stages, without numbers and layouts
+    of GPUs. Both are empty if the shape of the model is unknown.
     """
     shape = _known_shape(config)
     if shape is None:
-        return ""
-    found = compare_memory(config, shape, hardware).problems
-    problems = [each.text for each in found if not stages_with(each, config).isdisjoint(stages)]
+        return "", ""
+    problems, others = [], []
+    for each in compare_memory(config, shape, hardware).problems:
+        if not stages_with(each, config).isdisjoint(stages):
+            problems.append(each.text)
+        elif each.what not in ("devices", "engine layout"):
+            others.append(each.text)
     if not problems:
-        return ""
+        return "", "\n".join(others)
     changes = None
     # All processes on a CPU share its memory. If one copy of the weights in 16 bits does not fit, no setting
     # helps.
@@ -291,7 +293,7 @@ def _misfit(config: PipelineConfig, hardware: Hardware, stages: Collection[Stage
     fix = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
     if changes is not None:
         fix = f"it fits with {shlex.join(changes)}"
-    return "\n".join(problems) + f"; {fix}"
+    return "\n".join(problems) + f"; {fix}", ""
 
 
 def _known_shape(config: PipelineConfig) -> ModelShape | None:
@@ -340,8 +342,10 @@ def _checkpoint_bytes(config: PipelineConfig) -> Iterator[int]:
     """
     dpo = config.dpo
     if not config.ppo.enabled:
-        best = dpo.early_stop is not None
-        yield 0 if dpo.lora is not None else bytes_per_parameter(dpo.deepspeed, best=best)
+        if dpo.lora is None:
+            yield bytes_per_parameter(dpo.deepspeed, best=dpo.early_stop is not None)
+        else:
+            yield 0
         return
     for group in plan_placement(config.ppo).groups:
         for role in group.roles:

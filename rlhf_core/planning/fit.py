@@ -75,7 +75,9 @@ def stages_with(problem: Problem, config: PipelineConfig) -> set[StageName]:
         return {PPO, *evaluating_stages()}  # all have engines of `ppo.engine`
     if problem.stage != EVALUATION or problem.what == JUDGE:
         return {problem.stage}
-    return set(stages_on_evaluation_ranks(config) if problem.what == "policy" else evaluating_stages())
+    if problem.what == "policy":
+        return set(stages_on_evaluation_ranks(config))
+    return set(evaluating_stages())
 
 
 def _on_each_device(loads: tuple[DeviceLoad, ...], hardware: Hardware) -> Iterator[Problem]:
@@ -132,8 +134,7 @@ def _language_model_engine(config: PipelineConfig, device: Device) -> Iterator[P
 
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
-    placement = plan_placement(config.ppo)
-    needed: dict[StageName, int] = {}
+    placement, needed = plan_placement(config.ppo), dict[StageName, int]()
     for name, section in config.training_sections.items():
         needed[name] = section.deepspeed.ranks
     if config.ppo.enabled:

@@ -38,6 +38,11 @@ class Device:
         """Whether the devices are cores, which share one memory."""
         return self.name == "CPU"
 
+    @property
+    def kind(self) -> str:
+        """Its name in torch: `cpu` or `cuda`."""
+        return "cpu" if self.is_cpu else "cuda"
+
 
 @dataclass(frozen=True)
 class Network:
@@ -54,8 +59,8 @@ class Network:
         return self.adapters * self.rate
 
     def __str__(self) -> str:
-        count = f"{self.adapters} x " if self.adapters > 1 else ""
-        return f"{count}{8 * self.rate / 1e9:g} Gbit/s"
+        rate = f"{8 * self.rate / 1e9:g} Gbit/s"
+        return rate if self.adapters == 1 else f"{self.adapters} x {rate}"
 
 
 @dataclass(frozen=True)
@@ -85,17 +90,14 @@ class Hardware:
 
 
 # `link`: NVLink in one direction, half of what data sheets state (A100 600 GB/s, H100 and H200 900 GB/s).
-_DEVICES = {
-    device.name: device
-    for device in (
-        Device("A100-40G", 39.4 * GIB, 312e12, 1.555e12, 300e9, r"NVIDIA A100-\w+-40GB"),
-        Device("A100-80G", 79.1 * GIB, 312e12, 2.039e12, 300e9, r"NVIDIA A100(-\w+-80GB| 80GB PCIe)"),
-        Device("H100-80G", 79.1 * GIB, 989e12, 3.35e12, 450e9, "NVIDIA H100 80GB HBM3"),
-        Device("H200-141G", 139.7 * GIB, 989e12, 4.8e12, 450e9, "NVIDIA H200"),
-        Device("L40S-48G", 44.4 * GIB, 362e12, 0.864e12, 32e9, "NVIDIA L40S"),
-        Device("RTX4090-24G", 23.5 * GIB, 165e12, 1.008e12, 25e9, "NVIDIA GeForce RTX 4090"),
-    )
-}
+_DEVICES = (
+    Device("A100-40G", 39.4 * GIB, 312e12, 1.555e12, 300e9, r"NVIDIA A100-\w+-40GB"),
+    Device("A100-80G", 79.1 * GIB, 312e12, 2.039e12, 300e9, r"NVIDIA A100(-\w+-80GB| 80GB PCIe)"),
+    Device("H100-80G", 79.1 * GIB, 989e12, 3.35e12, 450e9, "NVIDIA H100 80GB HBM3"),
+    Device("H200-141G", 139.7 * GIB, 989e12, 4.8e12, 450e9, "NVIDIA H200"),
+    Device("L40S-48G", 44.4 * GIB, 362e12, 0.864e12, 32e9, "NVIDIA L40S"),
+    Device("RTX4090-24G", 23.5 * GIB, 165e12, 1.008e12, 25e9, "NVIDIA GeForce RTX 4090"),
+)
 
 
 def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None = None) -> Hardware:
@@ -106,17 +108,17 @@ def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None
     """
     times = r"(?:([0-9]{1,6})\s*[xX*]\s*)?"
     match = re.fullmatch(rf"{times}{times}([\w-]+)", text.strip())
-    name = match[3].upper() if match else ""
-    matches = [device for known, device in _DEVICES.items() if known.upper() == name]
-    # A name without its memory is enough where only one device has it.
-    matches = matches or [device for known, device in _DEVICES.items() if known.upper().split("-")[0] == name]
-    numbers = [int(number) for number in (match[1], match[2]) if number] if match else []
-    if match is None or len(matches) != 1 or 0 in numbers:
+    matches: list[Device] = []
+    numbers: list[int] = []
+    if match is not None:
+        matches = _devices_named(match[3])
+        numbers = [int(number) for number in (match[1], match[2]) if number]
+    if len(matches) != 1 or 0 in numbers:
         raise ConfigError(
             "--gpus: must be a count and a device, such as 8xA100-80G, or hosts, devices of each and the"
-            f" device, such as 2x8xH100-80G; got {text!r}; known: {', '.join(_DEVICES)}"
+            f" device, such as 2x8xH100-80G; got {text!r}; known: {', '.join(each.name for each in _DEVICES)}"
         )
-    hosts = numbers[0] if len(numbers) == 2 else 1
+    hosts, each = [1, 1, *numbers][-2:]
     if hosts > 1 and link is None:
         raise ConfigError(
             f"--link: --gpus {text} has several hosts; say how fast each sends to the others, such as"
@@ -125,31 +127,37 @@ def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None
     if host_memory_gib is not None and not 0 <= host_memory_gib < math.inf:
         raise ConfigError(f"--host-memory: must be a number of GiB, 0 or more; got {host_memory_gib:g}")
     memory = None if host_memory_gib is None else host_memory_gib * GIB
-    network = None if link is None or hosts == 1 else parse_link(link)
-    return Hardware(hosts * (numbers[-1] if numbers else 1), matches[0], hosts, network, memory)
+    network = None
+    if link is not None and hosts > 1:
+        network = parse_link(link)
+    return Hardware(hosts * each, matches[0], hosts, network, memory)
+
+
+def _devices_named(name: str) -> list[Device]:
+    """Return the devices of this name. It may lack the memory, as `H100`."""
+    return [each for each in _DEVICES if name.upper() in (each.name.upper(), each.name.split("-")[0])]
 
 
 def parse_link(text: str) -> Network:
     """Parse `400gbit` or `8x400gbit`: network adapters of a host, and bits per second of each."""
-    pattern = r"(?:([0-9]{1,3})\s*[x*]\s*)?([0-9.]{1,8})\s*(gbit|mbit)(?:/s)?"
+    pattern = r"(?:([0-9]{1,3})\s*[x*]\s*)?([0-9]{0,7}\.?[0-9]{1,7})\s*(gbit|mbit)(?:/s)?"
     match = re.fullmatch(pattern, text.strip().lower())
-    try:
-        adapters, rate = (int(match[1] or 1), float(match[2])) if match else (0, 0.0)
-    except ValueError:
-        adapters, rate = 0, 0.0
-    if match is None or adapters < 1 or rate <= 0:
+    if match is None or not float(match[1] or 1) or not float(match[2]):
         raise ConfigError(
             f"--link: must be the speed of a host's network, such as 400gbit, 8x400gbit or 200mbit; got"
             f" {text!r}"
         )
-    return Network(adapters, rate * (1e9 if match[3] == "gbit" else 1e6) / 8)
+    unit = {"gbit": 1e9, "mbit": 1e6}[match[3]]
+    return Network(int(match[1] or 1), float(match[2]) * unit / 8)
 
 
 def visible_hardware() -> Hardware | None:
     """Return the visible GPUs of this machine, or None without GPUs and for unknown or different ones."""
     count = machine().visible_gpus()
-    device = _device_of(machine().gpu_names()) if count else None
-    return None if device is None else Hardware(count, device)
+    device = _device_of(machine().gpu_names())
+    if not count or device is None:
+        return None
+    return Hardware(count, device)
 
 
 def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | None:
@@ -160,8 +168,13 @@ def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | N
     Args:
         hosts: For each host, the number of its GPUs that Ray uses, and the names of all its GPUs.
     """
-    counts = [count for count, _ in hosts if count]
-    device = _device_of([name for count, names in hosts if count for name in names or ("unknown",)])
+    counts: list[int] = []
+    names: list[str] = []
+    for count, names_of_host in hosts:
+        if count:
+            counts.append(count)
+            names += names_of_host or ("unknown",)
+    device = _device_of(names)
     if device is None:
         return None
     return Hardware(sum(counts), device, len(counts) if len(set(counts)) == 1 else 1)
@@ -169,10 +182,10 @@ def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | N
 
 def _device_of(names: Iterable[str]) -> Device | None:
     """Return the device that all these GPUs are."""
-    kinds = {
-        next((device for device in _DEVICES.values() if re.fullmatch(device.pattern, name)), None)
-        for name in names
-    }
+    kinds: set[Device | None] = set()
+    for name in names:
+        known = (device for device in _DEVICES if re.fullmatch(device.pattern, name))
+        kinds.add(next(known, None))
     return kinds.pop() if len(kinds) == 1 else None
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from rlhf_core.config import PipelineConfig
@@ -99,7 +99,18 @@ def stages_on_evaluation_ranks(config: PipelineConfig) -> list[StageName]:
     """Return the stages that compute on `evaluate.ranks`. At its end, PPO loads the files of an adapter
     there.
     """
-    return evaluating_stages() if config.ppo.lora is None else [*evaluating_stages(), PPO]
+    stages = evaluating_stages()
+    if config.ppo.lora is not None:
+        stages.append(PPO)
+    return stages
+
+
+def training_stages(config: PipelineConfig) -> list[StageName]:
+    """Return the stages that train."""
+    stages: list[StageName] = [*config.training_sections]
+    if config.ppo.enabled:
+        stages.append(PPO)
+    return stages
 
 
 def settings_stage(config: PipelineConfig, stage: StageName) -> str:
@@ -121,19 +132,15 @@ def device_loads(
     stages: Collection[StageName] = tuple(STAGES),
 ) -> tuple[DeviceLoad, ...]:
     """Return the memory on each device in each phase of `stages`."""
-    kind = "cpu" if device.is_cpu else "cuda"
     loads: list[DeviceLoad] = []
     for stage in config.training_sections:
         if stage in stages:
-            loads += stage_loads(config, shape, stage, kind)
+            loads += stage_loads(config, shape, stage, device.kind)
     if config.ppo.enabled and PPO in stages:
-        loads += _ppo(config, shape, device, kind)
+        loads += _ppo(config, shape, device)
     if EVALUATION in stages:
-        loads += _evaluate(config, shape, kind)
-        # A GPU of such an engine has the load of PPO's, if there is PPO.
-        if device.is_cpu or not config.ppo.enabled:
-            loads.append(_sampling(config, shape, device, kind))
-        loads += _judging(config, device)
+        loads += _evaluate(config, shape, device.kind)
+        loads += _engines_of_evaluation(config, shape, device)
     return tuple(loads)
 
 
@@ -221,15 +228,15 @@ def stage_loads(
         yield DeviceLoad(stage, what, phase, model.deepspeed.ranks, load, device=kind, host=model.host)
 
 
-def _ppo(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -> Iterator[DeviceLoad]:
+def _ppo(config: PipelineConfig, shape: ModelShape, device: Device) -> Iterator[DeviceLoad]:
     placement, engine = plan_placement(config.ppo), config.ppo.engine
     serving = engine_memory(shape, engine, device, config.model.head_dtype).bytes
     shared = placement.colocated and not device.is_cpu
     for group in placement.groups:
-        yield from group_loads(config, shape, group, kind, serving if shared else None)
+        yield from group_loads(config, shape, group, device.kind, serving if shared else None)
     if not shared:
         devices = engine.count * engine.tensor_parallel
-        yield DeviceLoad(PPO, "engine", "rollout", devices, engine=serving, device=kind)
+        yield DeviceLoad(PPO, "engine", "rollout", devices, engine=serving, device=device.kind)
 
 
 def group_loads(
@@ -300,11 +307,17 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
     yield from max(loads_of_models, key=lambda loads: max(load.total for load in loads))
 
 
-def _sampling(config: PipelineConfig, shape: ModelShape, device: Device, kind: str) -> DeviceLoad:
+def _engines_of_evaluation(config: PipelineConfig, shape: ModelShape, device: Device) -> Iterator[DeviceLoad]:
     engine = config.ppo.engine
-    memory = engine_memory(shape, engine, device, config.model.head_dtype)
     devices = config.evaluate.engines * engine.tensor_parallel
-    return DeviceLoad(EVALUATION, "engine", "sample", devices, engine=memory.bytes, device=kind)
+    # A GPU of an engine that samples has the load of PPO's, if there is PPO.
+    if device.is_cpu or not config.ppo.enabled:
+        serving = engine_memory(shape, engine, device, config.model.head_dtype).bytes
+        yield DeviceLoad(EVALUATION, "engine", "sample", devices, engine=serving, device=device.kind)
+    judge = judge_memory(config, device)
+    if judge is not None:
+        for stage in config.judging_stages:
+            yield DeviceLoad(stage, JUDGE, "judge", devices, engine=judge.bytes, device=device.kind)
 
 
 def shape_of_stage(config: PipelineConfig, stage: StageName, shape: ModelShape) -> ModelShape:
@@ -334,15 +347,6 @@ def judge_memory(config: PipelineConfig, device: Device) -> EngineMemory | None:
         return None
 
 
-def _judging(config: PipelineConfig, device: Device) -> Iterator[DeviceLoad]:
-    memory = judge_memory(config, device)
-    if memory is not None:
-        devices = config.evaluate.engines * config.ppo.engine.tensor_parallel
-        kind = "cpu" if device.is_cpu else "cuda"
-        for stage in config.judging_stages:
-            yield DeviceLoad(stage, JUDGE, "judge", devices, engine=memory.bytes, device=kind)
-
-
 def ppo_models(
     config: PipelineConfig, shape: ModelShape, group: Group, kind: str = "cuda"
 ) -> dict[str, Model]:
@@ -362,16 +366,13 @@ def ppo_models(
         models[role] = Model(
             shape, group.deepspeed(role, ppo), trained, scores, lora, average, kind, config.model.head_dtype
         )
-    if "reward" in group.roles:
-        for number in range(1, config.reward.members):
-            settings = group.deepspeed("reward", ppo)
-            models[f"reward member {number}"] = Model(
-                shape, settings, trained=False, scores=True, device=kind
-            )
-    if "reward" in group.roles and config.judge_in_ppo:
-        judge = group.deepspeed("judge", ppo)
-        own = shape_of_stage(config, "judge", shape)
-        models["judge"] = Model(own, judge, trained=False, scores=True, device=kind)
+    if "reward" not in group.roles:
+        return models
+    frozen = partial(Model, deepspeed=group.deepspeed("reward", ppo), trained=False, scores=True, device=kind)
+    for number in range(1, config.reward.members):
+        models[f"reward member {number}"] = frozen(shape)
+    if config.judge_in_ppo:
+        models["judge"] = frozen(shape_of_stage(config, "judge", shape))
     return models
 
 

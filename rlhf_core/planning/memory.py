@@ -128,7 +128,9 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        return self._model_parameters + (self.trainable if self.lora is not None else 0)
+        if self.lora is None:
+            return self._model_parameters
+        return self._model_parameters + self.trainable
 
     @property
     def _model_parameters(self) -> int:
@@ -144,8 +146,14 @@ class Model:
     @property
     def stage(self) -> int:
         """The ZeRO stage. For a frozen model, only ZeRO-3 has an effect."""
-        stage = self.deepspeed.zero_stage
-        return stage if self.trained or stage == 3 else 0
+        if not self.trained and self.deepspeed.zero_stage < 3:
+            return 0
+        return self.deepspeed.zero_stage
+
+    @property
+    def _shards(self) -> int:
+        """Ranks over which the weights are divided."""
+        return self.deepspeed.ranks if self.stage == 3 else 1
 
     @property
     def offloaded(self) -> bool:
@@ -161,19 +169,18 @@ class Model:
     @property
     def state(self) -> Bytes:
         """Weights and optimizer state, between steps."""
-        n = self.deepspeed.ranks
-        weights = self._weights / (n if self.stage == 3 else 1)
+        weights, optimizer = self._weights / self._shards, self._optimizer
         if self.stage == 3 and self.deepspeed.hpz > 1:
             weights += self._weights / self.deepspeed.hpz
         if self.weights_offloaded:
             weights = 0.0
+        if self.offloaded:
+            optimizer = 0.0
+        if self.stage < 3:
+            return Bytes(weights=weights, optimizer=optimizer, buffers=self._average)
         # ZeRO-3 allocates gradients and bucket once, at its start. For other stages, `backward` counts them.
-        return Bytes(
-            weights=weights,
-            gradients=self.gradients if self.stage == 3 else 0.0,
-            optimizer=0.0 if self.offloaded else self._optimizer,
-            buffers=self._average + (self._bucket if self.stage == 3 else 0.0),
-        )
+        buffers = self._average + self._bucket
+        return Bytes(weights=weights, gradients=self.gradients, optimizer=optimizer, buffers=buffers)
 
     @property
     def while_sampling(self) -> Bytes:
@@ -190,7 +197,7 @@ class Model:
         """Bytes of the float32 moving average of the weights; 0 if none is kept."""
         if not self.average:
             return 0.0
-        return 4 * self._model_parameters / (self.deepspeed.ranks if self.stage == 3 else 1)
+        return 4 * self._model_parameters / self._shards
 
     @property
     def _optimizer(self) -> float:
@@ -206,16 +213,20 @@ class Model:
         """Bytes of the gradients that are accumulated over micro-batches."""
         if self.stage < 2:
             return self.size * self.trainable
+        if self.offloaded:
+            return 0.0
         size = self.size if self.deepspeed.grad_accum_dtype is None else 4
-        return 0.0 if self.offloaded else size * self.trainable / self.deepspeed.ranks
+        return size * self.trainable / self.deepspeed.ranks
 
     @property
     def _bucket(self) -> float:
         """Bytes of gradients that are being reduced. On GPUs, ZeRO-2 fills a second bucket meanwhile."""
         if not self.stage:
             return 0.0
-        overlaps = self.stage == 2 and self.device == "cuda" and self.deepspeed.ranks > 1
-        return (2 if overlaps else 1) * self.size * min(self.trainable, REDUCE_BUCKET)
+        bucket = self.size * min(self.trainable, REDUCE_BUCKET)
+        if self.stage == 2 and self.device == "cuda" and self.deepspeed.ranks > 1:
+            return 2 * bucket
+        return bucket
 
     @property
     def host(self) -> float:
@@ -241,17 +252,22 @@ class Model:
         parameters.
         """
         if self.stage == 3 and (self.lora is None or self.lora.quantize is None):
-            buffers = 2.0 * self.size * self._largest_tensor
+            # The embedding, a matrix of an MLP, or all experts.
+            largest = self.shape.hidden * max(self.shape.vocabulary, self.shape.mlp_rows)
+            buffers = 2.0 * self.size * largest
             return Bytes(weights=self._weights / self.deepspeed.ranks, buffers=buffers)
-        flat_copy = self.size * self.trainable if self.stage in (1, 2) else 0
-        return Bytes(weights=self._weights + flat_copy)
+        weights = self._weights
+        if self.stage in (1, 2):
+            weights += self.size * self.trainable
+        return Bytes(weights=weights)
 
     # -- while computing, in addition to `state` --
 
     def backward(self, batch: ForwardPass) -> Bytes:
         """Return the peak of a forward and backward pass, with the gradients of the micro-batches before."""
-        # With checkpointing, only the input of each layer is kept.
-        per_layer = self.size * self.shape.hidden if self._checkpoints else self._layer(batch)
+        per_layer = self._layer(batch)
+        if self.deepspeed.gradient_checkpointing:
+            per_layer = self.size * self.shape.hidden  # only the input of each layer is kept
         layers = batch.tokens * self.shape.layers * per_layer
         norm = batch.tokens * (self._norm(self.shape.hidden) + self.size * self.shape.hidden)
         if self.scores:
@@ -259,8 +275,9 @@ class Model:
         else:
             peaks = [self._loss_peak(batch, layers + norm), self._head_peak(batch, layers + norm)]
         peaks.append(self._layer_peak(batch, layers))
-        held = self.gradients if self.stage < 3 else 0.0
-        common = Bytes(gradients=held, buffers=self._gathered)
+        common = Bytes(buffers=self._gathered)
+        if self.stage < 3:
+            common = Bytes(gradients=self.gradients, buffers=self._gathered)
         return common + max(peaks, key=lambda peak: peak.total)
 
     def _score_peak(self, batch: ForwardPass, kept: float) -> Bytes:
@@ -274,23 +291,27 @@ class Model:
         logits = self._logits(batch)
         chunks = self._chunks(logits, 3 if self.size == 2 else 2)
         peak = Bytes(activations=kept, logits=2 * logits, buffers=chunks + self._head_sums(batch) / 2)
-        return peak + self._reducing if self.stage == 1 else peak
+        if self.stage == 1:
+            peak += self._reducing
+        return peak
 
     def _head_peak(self, batch: ForwardPass, kept: float) -> Bytes:
         """Return the memory in the backward pass of the head."""
         logits = self._logits(batch)
-        rounded = logits / 2 if self._logit != self.size else 0.0  # gradients of the logits in 16 bits
+        if self._logit != self.size:
+            logits += logits / 2  # gradients of the logits in 16 bits
         weights = self._new_gradients * self.shape.vocabulary + self._head_sums(batch)
         buffers = weights + self._head_copies
-        return Bytes(activations=kept, logits=logits + rounded, buffers=buffers) + self._reducing
+        return Bytes(activations=kept, logits=logits, buffers=buffers) + self._reducing
 
     def _layer_peak(self, batch: ForwardPass, layers: float) -> Bytes:
         """Return the memory in the backward pass of a layer: its activations, recomputed, and gradients
         inside its MLP.
         """
-        recomputed = self._layer(batch) if self._checkpoints else 0.0
-        width = self.shape.intermediate + 2 * self.shape.hidden
-        activations = layers + batch.tokens * (self.size * width + recomputed)
+        per_token: float = self.size * (self.shape.intermediate + 2 * self.shape.hidden)
+        if self.deepspeed.gradient_checkpointing:
+            per_token += self._layer(batch)
+        activations = layers + batch.tokens * per_token
         buffers = self._new_gradients * self.shape.mlp_rows
         return Bytes(activations=activations, buffers=buffers) + self._reducing
 
@@ -300,14 +321,17 @@ class Model:
         updates.
         """
         if self.offloaded:
-            return Bytes(gradients=self.gradients if self.stage < 2 else 0.0)
-        n, copies = self.deepspeed.ranks, self.size + (4 if self.size == 2 else 0)
+            return Bytes(gradients=self.gradients)
+        n, copies = self.deepspeed.ranks, 4 if self.size == 4 else 6
         if self.stage == 3:
             return Bytes(buffers=copies * min(self.trainable, SUB_GROUP) / n)
         if self.stage:
-            return Bytes(gradients=self.gradients, buffers=copies * self.trainable / n)
-        flat = self.size * min(self.trainable, REDUCE_BUCKET)
-        return Bytes(gradients=self.gradients, buffers=4 * self.trainable if self.size == 2 else flat)
+            buffers = copies * self.trainable / n
+        elif self.size == 2:
+            buffers = 4.0 * self.trainable
+        else:
+            buffers = 4.0 * min(self.trainable, REDUCE_BUCKET)
+        return Bytes(gradients=self.gradients, buffers=buffers)
 
     def scoring(self, batch: ForwardPass) -> Bytes:
         """Return the memory of a forward pass without gradients: one layer, logits and chunks of the loss."""
@@ -334,8 +358,9 @@ class Model:
         """Return the bytes of two sums of the head's gradients, if it is computed in parts: the sum so far,
         and the one with the next part.
         """
-        parts = batch.tokens * self.shape.vocabulary > HEAD_CHUNK
-        return self._new_gradients * self.shape.vocabulary * (2 if parts else 0)
+        if batch.tokens * self.shape.vocabulary <= HEAD_CHUNK:
+            return 0
+        return 2 * self._new_gradients * self.shape.vocabulary
 
     @property
     def _gathered(self) -> float:
@@ -344,17 +369,10 @@ class Model:
             return 0.0
         return self.size * min(self.parameters, LIVE_PARAMETERS)
 
-    @property
-    def _largest_tensor(self) -> int:
-        """Number of elements of the largest tensor: the embedding, a matrix of an MLP, or all experts."""
-        return self.shape.hidden * max(self.shape.vocabulary, self.shape.mlp_rows)
-
-    @property
-    def _checkpoints(self) -> bool:
-        return self.deepspeed.gradient_checkpointing
-
     def _logits(self, batch: ForwardPass) -> float:
-        return 0.0 if self.scores else self._logit * min(batch.tokens * self.shape.vocabulary, HEAD_CHUNK)
+        if self.scores:
+            return 0.0
+        return self._logit * min(batch.tokens * self.shape.vocabulary, HEAD_CHUNK)
 
     @property
     def _logit(self) -> int:
@@ -376,10 +394,10 @@ class Model:
     def _layer(self, batch: ForwardPass) -> float:
         """Return the bytes per token of a decoder layer's activations that the backward pass needs."""
         shape, size = self.shape, self.size
-        # With packing, the outputs of the sequences of a row are concatenated into one more tensor.
-        joined = batch.packed and batch.attention == "sdpa"
         # Queries and outputs, keys and values, and the log-sum-exp of each head, in float32.
-        attention = size * ((3 if joined else 2) * shape.query + 2 * shape.kv) + 4 * shape.heads
+        attention = size * (2 * shape.query + 2 * shape.kv) + 4 * shape.heads
+        if batch.packed and batch.attention == "sdpa":
+            attention += size * shape.query  # the outputs of the sequences of a row, concatenated
         if batch.attention == "eager":
             attention += shape.heads * batch.longest * (4 + 2 * size)
         elif batch.attention == "sdpa" and self.device == "cpu" and size == 2:
@@ -399,9 +417,7 @@ class Model:
         """Return the bytes of a norm: input in float32, normalised input (for its weight's gradient), and
         output.
         """
-        if self.lora is None:
-            return width * (4 + self.size + self.size)
-        return width * (4 + self.size)
+        return width * (4 + self.size * (2 if self.lora is None else 1))
 
 
 def asleep(engine: EngineConfig) -> Bytes:
@@ -433,7 +449,7 @@ def engine_memory(
     batched = 16384 if device.memory >= 70 * GIB and not device.name.startswith("A100") else 8192
     layer = size * (3 * shape.intermediate / parallel + 6 * shape.hidden)
     work = batched * layer + engine.max_num_seqs * shape.vocabulary * ((4 if head == "float32" else size) + 8)
-    work += ENGINE_LIBRARIES + (0 if engine.enforce_eager else GRAPHS)
+    work += asleep(engine).total
     if device.is_cpu:
         work, cache = 0.0, engine.kv_cache_gib * GIB
     else:

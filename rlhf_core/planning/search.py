@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import learning_rates, sharding_problems
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.pipeline import TrainingStage
+from rlhf_core.config.pipeline import TrainingStage, section_of
 from rlhf_core.config.placement import PlacementPlan, plan
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, TrainingSection, adapter_rate
@@ -28,7 +28,7 @@ from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.fit import Problem, compare_memory, room_for_engines, stages_with
 from rlhf_core.planning.hardware import Hardware
-from rlhf_core.planning.loads import PPO, evaluating_stages, group_loads, largest_pass
+from rlhf_core.planning.loads import PPO, evaluating_stages, group_loads, largest_pass, training_stages
 from rlhf_core.planning.memory import Bytes
 
 _ADAPTERS = LoraConfig(r=16, alpha=32)
@@ -105,7 +105,9 @@ def fastest(
         hardware: The devices.
         seconds: Returns the seconds of a step of `stage`.
     """
-    stages = (stage, *evaluating_stages()) if stage == PPO else (stage,)
+    stages = [stage]
+    if stage == PPO:
+        stages += evaluating_stages()
 
     def fits(changed: PipelineConfig) -> bool:
         return compare_memory(changed, shape, hardware, stages).fits
@@ -121,6 +123,7 @@ def fastest(
         least = seconds(changed)
 
         def is_as_good(each: PipelineConfig, least: float = least) -> bool:
+            # With a tolerance, because equal times can be sums in another order.
             return fits(each) and seconds(each) <= least * (1 + 1e-9)
 
         changes = needed(config, changed, is_as_good)
@@ -134,10 +137,7 @@ def fastest(
 
 def _parts(config: PipelineConfig) -> list[tuple[StageName, ...]]:
     """Return the stages that are changed together, in the order in which they are."""
-    parts: list[tuple[StageName, ...]] = [(stage,) for stage in config.training_sections]
-    if config.ppo.enabled:
-        parts.append((PPO,))
-    return [*parts, tuple(evaluating_stages())]
+    return [*((stage,) for stage in training_stages(config)), tuple(evaluating_stages())]
 
 
 def _valid(config: PipelineConfig, candidates: Iterator[Candidate]) -> Iterator[PipelineConfig]:
@@ -160,9 +160,9 @@ def difference(config: PipelineConfig, changed: PipelineConfig) -> Changes:
             return
         if isinstance(before, dict) and isinstance(after, dict):
             for key in after:
-                compare(before.get(key), after[key], f"{name}.{key}" if name else key)
+                compare(before.get(key), after[key], f"{name}.{key}")
         else:
-            changes[name] = _text(after)
+            changes[name.removeprefix(".")] = _text(after)
 
     compare(_tree(config), _tree(changed), "")
     return changes
@@ -179,12 +179,15 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(fields) + "}"
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def with_changes(config: PipelineConfig, changes: Changes) -> PipelineConfig | None:
     """Return the configuration with these fields changed; None if it is not valid."""
     try:
+        # By overrides, so that what is tried is what a user pastes.
         return config_from_tree(_tree(config), "plan", as_overrides(changes))
     except InputError:
         return None
@@ -200,6 +203,7 @@ def needed(
 ) -> Changes:
     """Return the differences between two configurations, without those that a good one does not need."""
     changes = difference(config, changed)
+    # A change can be needed only together with another one, so each is left out of what the others left.
     for field in list(changes):
         fewer = {name: value for name, value in changes.items() if name != field}
         candidate = with_changes(config, fewer)
@@ -254,20 +258,18 @@ def _with_section(
     config: PipelineConfig, stage: TrainingStage, section: TrainingSection, values: dict[str, Any]
 ) -> PipelineConfig:
     """Return the configuration with other settings of a stage that trains one model."""
-    if stage in PipelineConfig.model_fields:
-        return config.model_copy(update={stage: section.model_copy(update=values)})
-    # The judge: what is equal to the settings of the reward model is none of its own.
-    own = {name: value for name, value in values.items() if value != getattr(section, name)}
-    assert config.reward.judge is not None
-    judge = config.reward.judge.model_copy(update=own)
-    return config.model_copy(update={"reward": config.reward.model_copy(update={"judge": judge})})
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        # Of a judge, what is equal to the settings of the reward model is none of its own.
+        if value != getattr(section, name):
+            changed[f"{section_of(stage)}.{name}"] = value
+    return config.with_values(changed)
 
 
 def _of_ppo(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Iterator[Candidate]:
     before = config.ppo
     sizes = _sizes(before.micro_batch_tokens, config.max_sequence_tokens)
-    dtypes = (before.policy_deepspeed.dtype, before.critic_deepspeed.dtype, before.engine.dtype)
-    kinds = _kinds_of_training(before.lora, *dtypes)
+    kinds = _kinds_of_training(before.lora, *_dtypes(before))
     for placed in _placements(before, shape, hardware):
         for size, (precision, lora) in product(sizes, kinds):
             for sharding in _shardings(placed.policy_deepspeed.ranks, hardware):
@@ -275,13 +277,15 @@ def _of_ppo(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> It
                 critic = _sharded(placed.critic_deepspeed, sharding | precision)
                 if policy is None or critic is None:
                     continue
-                engine = placed.engine.model_copy(update=precision)
+                engine = placed.engine.with_values(precision)
                 values = {"policy_deepspeed": policy, "critic_deepspeed": critic, "engine": engine}
-                values |= {"micro_batch_tokens": size, "lora": lora}
-                ppo = placed.model_copy(update=values)
+                ppo = placed.with_values(values | {"micro_batch_tokens": size, "lora": lora})
                 for share in _shares(config, ppo, shape, hardware):
-                    engine = ppo.engine.model_copy(update={"gpu_memory_utilization": share})
-                    yield _candidate_of_ppo(config, ppo.model_copy(update={"engine": engine}))
+                    yield _candidate_of_ppo(config, ppo.with_values({"engine.gpu_memory_utilization": share}))
+
+
+def _dtypes(ppo: PPOConfig) -> tuple[str, str, str]:
+    return ppo.policy_deepspeed.dtype, ppo.critic_deepspeed.dtype, ppo.engine.dtype
 
 
 def _candidate_of_ppo(config: PipelineConfig, ppo: PPOConfig) -> Candidate:
@@ -295,12 +299,8 @@ def _candidate_of_ppo(config: PipelineConfig, ppo: PPOConfig) -> Candidate:
     price += 1.0 * (ppo.engine.gpu_memory_utilization != before.engine.gpu_memory_utilization)
     price += _steps(before.micro_batch_tokens, ppo.micro_batch_tokens)
     price += 6.0 * (ppo.lora != before.lora)
-    precision = {
-        (section.policy_deepspeed.dtype, section.critic_deepspeed.dtype, section.engine.dtype)
-        for section in (before, ppo)
-    }
-    same = ppo.lora == before.lora and len(precision) == 1
-    return Candidate(config.model_copy(update={"ppo": ppo}), price, same)
+    same = ppo.lora == before.lora and _dtypes(ppo) == _dtypes(before)
+    return Candidate(config.with_values({"ppo": ppo}), price, same)
 
 
 def _placements(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterator[PPOConfig]:
@@ -308,9 +308,10 @@ def _placements(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterat
 
     All groups have the same number of ranks, and engines take what is left, or keep their number.
     """
-    # With staleness, the engines need devices of their own.
-    ways = ["pairs"] if ppo.staleness else ["pairs", "all"]
-    for colocate in dict.fromkeys((ppo.colocate, *ways)):
+    ways: list[str] = [ppo.colocate, "pairs"]
+    if not ppo.staleness:  # with it, the engines need devices of their own
+        ways.append("all")
+    for colocate in dict.fromkeys(ways):
         limit = hardware.count
         if colocate != "all":
             # One device is left for an engine.
@@ -324,25 +325,21 @@ def _placements(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterat
                 groups = plan(sized).groups
                 placement = PlacementPlan(groups, 0, ways_of_engine, colocated=colocate == "all")
                 for count, level in product(_engine_counts(ppo, placement, hardware), sorted(levels)):
-                    values = {"count": count, "tensor_parallel": ways_of_engine, "sleep_level": level}
-                    engine = ppo.engine.model_copy(update=values)
-                    yield sized.model_copy(update={"engine": engine})
+                    values = {"engine.count": count, "engine.tensor_parallel": ways_of_engine}
+                    yield sized.with_values(values | {"engine.sleep_level": level})
 
 
 def _with_ranks(ppo: PPOConfig, colocate: str, ranks: int | None) -> PPOConfig:
     """Return the section with a placement, and with `ranks` in each group; None: as configured."""
     values: dict[str, Any] = {"colocate": colocate}
-    sync: dict[str, Any] = {}
     if colocate != ppo.colocate and ppo.weight_sync.backend != "gloo":
         # NCCL refuses two processes on one GPU, and `ipc` passes handles of memory of one GPU.
-        sync["backend"] = "auto"
+        values["weight_sync.backend"] = "auto"
     if ranks is not None:
-        values["policy_deepspeed"] = ppo.policy_deepspeed.model_copy(update={"ranks": ranks})
-        values["critic_deepspeed"] = ppo.critic_deepspeed.model_copy(update={"ranks": ranks})
-        if not ppo.uses_critic and ppo.uses_reward_model:
-            values["reward_ranks"] = ranks
-    values["weight_sync"] = ppo.weight_sync.model_copy(update=sync)
-    return ppo.model_copy(update=values)
+        values |= {"policy_deepspeed.ranks": ranks, "critic_deepspeed.ranks": ranks}
+    if ranks is not None and ppo.uses_reward_model and not ppo.uses_critic:
+        values["reward_ranks"] = ranks
+    return ppo.with_values(values)
 
 
 def _tensor_parallel(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> list[int]:
@@ -372,7 +369,7 @@ def _shares(config: PipelineConfig, ppo: PPOConfig, shape: ModelShape, hardware:
     else:
         memory = hardware.device.memory
         [group] = plan(ppo).groups
-        changed = config.model_copy(update={"ppo": ppo})
+        changed = config.with_values({"ppo": ppo})
         loads = list(group_loads(changed, shape, group, "cuda", serving=Bytes(weights=1.0)))
         # With `sleep_level`, an engine holds its memory in the rollout only.
         if ppo.engine.sleep_level:
@@ -388,9 +385,12 @@ def _shares(config: PipelineConfig, ppo: PPOConfig, shape: ModelShape, hardware:
 def _of_evaluation(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Iterator[Candidate]:
     """Yield other numbers of ranks and engines, larger engines, and ranks that share the policy."""
     ppo, now = config.ppo, config.evaluate
-    doubled = [] if hardware.device.is_cpu else [now.ranks << shift for shift in range(1, 9)]
+    counts = _halves(now.ranks)
+    if not hardware.device.is_cpu:
+        doubled = [now.ranks << shift for shift in range(1, 9)]
+        counts += [count for count in doubled if count <= hardware.count]
     values = product(
-        [*_halves(now.ranks), *(ranks for ranks in doubled if ranks <= hardware.count)],
+        counts,
         _halves(now.engines),
         _tensor_parallel(ppo, shape, hardware),
         dict.fromkeys((ppo.engine.gpu_memory_utilization, _ENGINE_SHARE)),
@@ -402,13 +402,15 @@ def _of_evaluation(config: PipelineConfig, shape: ModelShape, hardware: Hardware
         price += 3.0 * _steps(ppo.engine.tensor_parallel, ways) + 2.0 * (dtype != ppo.engine.dtype)
         price += 1.0 * (share != ppo.engine.gpu_memory_utilization)
         price += 1.0 * (zero != ppo.policy_deepspeed.zero_stage)
-        evaluate = now.model_copy(update={"ranks": ranks, "engines": engines})
-        of_engine = {"tensor_parallel": ways, "gpu_memory_utilization": share, "dtype": dtype}
-        engine = ppo.engine.model_copy(update=of_engine)
-        policy = ppo.policy_deepspeed.model_copy(update={"zero_stage": zero})
-        changed = ppo.model_copy(update={"engine": engine, "policy_deepspeed": policy})
-        update = {"evaluate": evaluate, "ppo": changed}
-        yield Candidate(config.model_copy(update=update), price, dtype == ppo.engine.dtype)
+        changed = {
+            "evaluate.ranks": ranks,
+            "evaluate.engines": engines,
+            "ppo.engine.tensor_parallel": ways,
+            "ppo.engine.gpu_memory_utilization": share,
+            "ppo.engine.dtype": dtype,
+            "ppo.policy_deepspeed.zero_stage": zero,
+        }
+        yield Candidate(config.with_values(changed), price, dtype == ppo.engine.dtype)
 
 
 # -- values of fields --
@@ -464,7 +466,7 @@ def _shardings(ranks: int, hardware: Hardware) -> Iterator[dict[str, Any]]:
 
 def _sharded(base: DeepSpeedConfig, sharding: dict[str, Any]) -> DeepSpeedConfig | None:
     """Return `base` with another sharding; None if DeepSpeed does not support it."""
-    deepspeed = base.model_copy(update=sharding)
+    deepspeed = base.with_values(sharding)
     return None if any(sharding_problems("", deepspeed)) else deepspeed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.data import SetName
 from rlhf_core.config.placement import plan
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, SFTConfig, TrainingSection
 from rlhf_core.planning.loads import PPO, largest_pass, largest_pass_of_ppo
@@ -16,7 +17,7 @@ def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
     descriptions = []
     for stage, section in config.training_sections.items():
         batch = largest_pass(config, stage)
-        text = _sft(config, batch) if isinstance(section, SFTConfig) else _pairs(config, section, batch)
+        text = _batches(config, section, batch)
         if section is config.reward and config.reward.members > 1:
             text += f"; {config.reward.members} models one after the other"
         descriptions.append((str(stage), text))
@@ -25,27 +26,25 @@ def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
     return descriptions
 
 
-def _sft(config: PipelineConfig, batch: ForwardPass) -> str:
-    sft, synthetic = config.sft, config.data.synthetic
-    examples = synthetic.sft_examples if _is_synthetic(config, "sft") else None
-    ranks = sft.deepspeed.ranks
+def _batches(config: PipelineConfig, section: TrainingSection, batch: ForwardPass) -> str:
+    """Return the batch size of a stage that trains one model, the share of each rank, and the steps."""
+    size, ranks = section.batch_size, section.deepspeed.ranks
+    longest = f"{batch.longest} tokens an"
+    examples: int | None = None
+    if isinstance(section, SFTConfig):
+        name: SetName = "sft"
+        one, what, each = "sequence", "demonstrations", 1
+    else:
+        name = "preference"
+        one, what, each = "pair", "pairs", 2
+        longest = f"2 x {longest}"
+    sources = getattr(config.data, name)
+    if sources and all(source.path == "synthetic" for source in sources):
+        examples = config.data.synthetic.rows(name)
     return (
-        f"{_plural(sft.batch_size, 'sequence')} of at most {batch.longest} tokens an"
-        f" optimizer step, {_share(sft.batch_size, ranks)};"
-        f" {_passes(batch, math.ceil(sft.batch_size / ranks))};"
-        f" {_steps(config, examples, sft.batch_size, sft.epochs, 'demonstrations')};"
-        f" {_training(sft.deepspeed, sft.lora)}"
-    )
-
-
-def _pairs(config: PipelineConfig, section: TrainingSection, batch: ForwardPass) -> str:
-    examples = config.data.synthetic.pairs if _is_synthetic(config, "preference") else None
-    ranks = section.deepspeed.ranks
-    return (
-        f"{_plural(section.batch_size, 'pair')} of at most 2 x {batch.longest} tokens"
-        f" an optimizer step, {_share(section.batch_size, ranks)};"
-        f" {_passes(batch, 2 * math.ceil(section.batch_size / ranks))};"
-        f" {_steps(config, examples, section.batch_size, section.epochs, 'pairs')};"
+        f"{_plural(size, one)} of at most {longest} optimizer step, {_share(size, ranks)};"
+        f" {_passes(batch, each * math.ceil(size / ranks))};"
+        f" {_steps(config, examples, size, section.epochs, what)};"
         f" {_training(section.deepspeed, section.lora)}"
     )
 
@@ -82,13 +81,10 @@ def _ppo(config: PipelineConfig) -> str:
     return "\n".join(lines)
 
 
-def _is_synthetic(config: PipelineConfig, kind: str) -> bool:
-    sources = getattr(config.data, kind)
-    return bool(sources) and all(source.path == "synthetic" for source in sources)
-
-
 def _share(count: int, ranks: int) -> str:
-    return f"{math.ceil(count / ranks)} on each of {ranks} ranks" if ranks > 1 else "on one rank"
+    if ranks == 1:
+        return "on one rank"
+    return f"{math.ceil(count / ranks)} on each of {ranks} ranks"
 
 
 def _passes(batch: ForwardPass, sequences: int) -> str:
@@ -108,19 +104,19 @@ def _steps(config: PipelineConfig, examples: int | None, batch: int, epochs: int
 
 
 def _training(deepspeed: DeepSpeedConfig, lora: LoraConfig | None) -> str:
+    offloaded = {"optimizer": "optimizer state", "all": "optimizer state and parameters"}
     parts = [f"ZeRO-{deepspeed.zero_stage}", deepspeed.dtype]
     if deepspeed.hpz > 1:
         parts.append(f"a second copy over {deepspeed.hpz} ranks (hpZ)")
     if deepspeed.gradient_checkpointing:
         parts.append("gradient checkpointing")
-    if deepspeed.offload == "optimizer":
-        parts.append("optimizer state in host memory")
-    elif deepspeed.offload == "all":
-        parts.append("optimizer state and parameters in host memory")
+    if deepspeed.offload != "none":
+        parts.append(f"{offloaded[deepspeed.offload]} in host memory")
     parts.append("all parameters" if lora is None else f"LoRA of rank {lora.r}")
     return ", ".join(parts)
 
 
 def _plural(count: int, word: str) -> str:
-    ending = "es" if word.endswith("batch") else "s"
-    return f"{count} {word}{'' if count == 1 else ending}"
+    if count != 1:
+        word += "es" if word.endswith("batch") else "s"
+    return f"{count} {word}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -38,7 +38,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import FitVerdict, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import PPO, DeviceLoad
+from rlhf_core.planning.loads import PPO, DeviceLoad, training_stages
 from rlhf_core.planning.search import Changes, advise, as_overrides, fastest, with_changes
 from rlhf_core.preflight import check
 from rlhf_core.run.references import resolve
@@ -58,6 +58,8 @@ KINDS = {
     "cache": "cache",
 }
 """Kinds of memory and the headings of their columns."""
+Say = Callable[..., None]
+"""Prints a text or a table, without colours of its own."""
 _FASTER = 1.25
 """How many times as fast as the configuration other settings must be to be shown: both are estimates."""
 _TIGHT = 0.9
@@ -136,6 +138,7 @@ def make_plan(
         config = load_config(config_path, overrides)
         if gpus is not None and config.run.device == "auto":
             config = load_config(config_path, [*overrides, "run.device=cuda"])  # GPUs imply CUDA
+        # The store of a reference is not asked for a model whose shape is given.
         if model_config is None:
             config = resolve(config).config
     hardware = _hardware(config, gpus, link, host_memory_gib)
@@ -153,7 +156,7 @@ def make_plan(
     found: dict[StageName, list[tuple[float, Changes]]] = {}
     if changes is not None and not hardware.device.is_cpu:
         found = fastest_settings(config, changes, shape, hardware)
-    steps = {stage: seconds_of_step(config, shape, hardware, stage) for stage in _stages(config)}
+    steps = {stage: seconds_of_step(config, shape, hardware, stage) for stage in training_stages(config)}
     return Plan(
         config,
         shape,
@@ -182,7 +185,7 @@ def fastest_settings(
     fitting = with_changes(config, dict(change.split("=", 1) for change in changes))
     assert fitting is not None
     found: dict[StageName, list[tuple[float, Changes]]] = {}
-    for stage in _stages(config):
+    for stage in training_stages(config):
         # PPO may only fit together with other changes: of its adapters, and of the evaluation.
         start = fitting if stage == PPO else config
         seconds = partial(seconds_of_step, shape=shape, hardware=hardware, stage=stage)
@@ -190,11 +193,6 @@ def fastest_settings(
         some = islice(fastest(config, start, stage, shape, hardware, seconds), 3)
         found[stage] = sorted(some, key=itemgetter(0))
     return found
-
-
-def _stages(config: PipelineConfig) -> list[StageName]:
-    """Return the stages that train."""
-    return [*config.training_sections, *([PPO] if config.ppo.enabled else [])]
 
 
 def _checked(
@@ -260,35 +258,32 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
     tight or does not fit.
     """
     config, shape, device = plan.config, plan.shape, plan.hardware.device
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
+    say = partial(console.print, highlight=False, markup=False)
     for doubt in plan.warnings:
-        console.print(f"warning: {doubt}", highlight=False, markup=False, soft_wrap=True)
+        say(f"warning: {doubt}", soft_wrap=True)
     say(
         f"{config.model.path or 'a model from scratch'}: {shape.parameters / 1e9:.3g} billion parameters, "
         f"{shape.layers} layers, width {shape.hidden}\n"
     )
-    _say_rows(plan, console)
+    _say_rows(plan, console, say)
     if details:
-        console.print(_batch_table(config))
+        say(_batch_table(config))
     if details or not plan.verdict.fits or plan.fullest.total > _TIGHT * device.memory:
-        console.print(_memory_table(plan))
+        say(_memory_table(plan))
         if not device.is_cpu:
             _say_cache(plan, say)
     sizes = ", ".join(f"{stage} {_gigabytes(size)}" for stage, size in plan.checkpoints.items())
     say(f"checkpoints: {sizes}")
     if details:
         _say_phases(plan, say)
-    _say_fastest(plan, console)
+    _say_fastest(plan, say)
     if plan.verdict.fits:
         say(_fits(plan))
         return
     for problem in plan.verdict.problems:
         say(f"does not fit: {problem.text}")
     if plan.changes is not None:
-        console.print(f"fits with: {shlex.join(plan.changes)}", highlight=False, markup=False, soft_wrap=True)
+        say(f"fits with: {shlex.join(plan.changes)}", soft_wrap=True)
     else:
         say("none of the changes tried makes it fit: use more or larger devices")
 
@@ -302,6 +297,11 @@ def _fits(plan: Plan) -> str:
 
 def as_json(plan: Plan) -> str:
     """Return the plan as JSON, in bytes and seconds."""
+    best: dict[StageName, dict[str, Any]] = {}
+    for stage, settings in plan.fastest.items():
+        if settings:
+            seconds, changes = settings[0]
+            best[stage] = {"seconds": seconds, "changes": changes}
     found: dict[str, Any] = {
         "fits": plan.verdict.fits,
         "hardware": {
@@ -322,11 +322,7 @@ def as_json(plan: Plan) -> str:
         "step_seconds": plan.steps,
         "measured_over_estimated": MEASURED,
         "checkpoints": plan.checkpoints,
-        "fastest": {
-            stage: {"seconds": found[0][0], "changes": found[0][1]}
-            for stage, found in plan.fastest.items()
-            if found
-        },
+        "fastest": best,
         "warnings": plan.warnings,
         "problems": [problem.text for problem in plan.verdict.problems],
         "changes": plan.changes,
@@ -363,23 +359,24 @@ def _memory_table(plan: Plan) -> Table:
     for column in (*KINDS.values(), "total"):
         table.add_column(column, justify="right", no_wrap=True)
     shown = None
-    peaks = {(load.stage, load.what): 0.0 for load in plan.verdict.loads}
+    peaks: dict[tuple[str, str], float] = {}
     for load in plan.verdict.loads:
-        peaks[load.stage, load.what] = max(peaks[load.stage, load.what], load.total)
+        part = (load.stage, load.what)
+        peaks[part] = max(peaks.get(part, 0.0), load.total)
     for load in plan.verdict.loads:
         if (load.stage, load.what) != shown:
             shown = (load.stage, load.what)
             table.add_row(f"{load.stage}: {load.what} on {load.devices}")
         cells = [_number(getattr(load.bytes, kind) / unit) for kind in KINDS]
-        largest = load.total == peaks[shown]
-        style = "bold" if largest else None
+        mark, style = " ", None
+        if load.total == peaks[shown]:
+            mark, style = "*", "bold"
         if load.total > device.memory:
             style = "red"
-        total = _number(load.total / unit) + ("*" if largest else " ")
-        table.add_row(f"  {load.phase}", *cells, total, style=style)
-    table.caption = "* the largest; total: with the process itself" + (
-        "" if device.is_cpu else " and fragmentation"
-    )
+        table.add_row(f"  {load.phase}", *cells, _number(load.total / unit) + mark, style=style)
+    table.caption = "* the largest; total: with the process itself"
+    if not device.is_cpu:
+        table.caption += " and fragmentation"
     return table
 
 
@@ -389,19 +386,19 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
 
 
-def _say_cache(plan: Plan, say: Any) -> None:
+def _say_cache(plan: Plan, say: Say) -> None:
     engine, longest = plan.config.ppo.engine, plan.config.max_sequence_tokens
     held = plan.verdict.kv_tokens // longest
     say(
         f"KV cache of an engine: {plan.verdict.kv_tokens} tokens = {held} sequences of {longest} at once "
         f"(max_num_seqs {engine.max_num_seqs})"
     )
-    steps = [load for load in plan.verdict.loads if load.phase == "step"]
-    host: dict[StageName, float] = {}
-    for stage in {load.stage for load in steps}:
-        host[stage] = host_memory([load for load in steps if load.stage == stage], plan.hardware)
-    if needed := max(host.values()):
-        stage = max(host, key=lambda name: host[name])
+    steps: dict[StageName, list[DeviceLoad]] = {}
+    for load in plan.verdict.loads:
+        if load.phase == "step":
+            steps.setdefault(load.stage, []).append(load)
+    needed, stage = max((host_memory(loads, plan.hardware), stage) for stage, loads in steps.items())
+    if needed:
         each = "on each host " if plan.hardware.hosts > 1 else ""
         say(f"host memory for offloaded optimizer state: {needed / GIB:.0f} GiB {each}in {stage}")
 
@@ -410,7 +407,7 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:,.3g} GB" if size < 1e12 else f"{size / 1e12:.3g} TB"
 
 
-def _say_rows(plan: Plan, console: Console) -> None:
+def _say_rows(plan: Plan, console: Console, say: Say) -> None:
     """Show what is made of the rows, and how long each stage trains on them."""
     from rich.table import Table
 
@@ -419,32 +416,27 @@ def _say_rows(plan: Plan, console: Console) -> None:
         show_problems(plan.table, console)
     elif plan.limits_are_assumed:
         limits = plan.config.limits
-        console.print(
+        say(
             f"limits, estimated from the first rows: prompts of {limits.prompt} tokens, responses of"
             f" {limits.response} (sampled ones of {limits.new}), texts of {limits.text}. The stage data"
-            " measures all rows\n",
-            highlight=False,
+            " measures all rows\n"
         )
     if plan.unread is not None:
-        console.print(f"rows are not counted: {plan.unread}; `rlhf data` reads it\n", highlight=False)
+        say(f"rows are not counted: {plan.unread}; `rlhf data` reads it\n")
     if not plan.work:
         steps = [f"a step of {stage} {duration(seconds)}" for stage, seconds in plan.steps.items()]
         if PPO in plan.steps:
             count = plan.config.ppo.steps
             steps.append(f"all {count} of {PPO} {duration(count * plan.steps[PPO])}")
-        console.print(f"time, estimated: {', '.join(steps)}.{_doubt(plan)}\n", highlight=False)
+        say(f"time, estimated: {', '.join(steps)}.{_doubt(plan)}\n")
         return
     table = Table("stage", "trains on", "steps", "a step", "in all")
     for work in plan.work:
         times = (duration(plan.steps[work.stage]), duration(work.seconds))
         table.add_row(work.stage, f"{work.rows:,} {work.what}", f"{work.steps:,}", *times)
-    console.print(table)
-    every = sum(work.seconds for work in plan.work)
-    console.print(
-        f"training, estimated: {duration(every)} in all; data, evaluation and starts come on top."
-        f"{_doubt(plan)}\n",
-        highlight=False,
-    )
+    say(table)
+    every = duration(sum(work.seconds for work in plan.work))
+    say(f"training, estimated: {every} in all; data, evaluation and starts come on top.{_doubt(plan)}\n")
 
 
 def _doubt(plan: Plan) -> str:
@@ -453,15 +445,15 @@ def _doubt(plan: Plan) -> str:
     return f" The one PPO step that was measured, on one GPU, took {MEASURED} times as long as estimated."
 
 
-def _say_phases(plan: Plan, say: Any) -> None:
+def _say_phases(plan: Plan, say: Say) -> None:
     """Show the parts of a step of PPO, and what is assumed."""
     if plan.time is not None:
         parts = {name: f"{name} {duration(seconds)}" for name, seconds in plan.time.phases.items()}
         phases = " + ".join(parts.values())
         if plan.time.staleness:
             phases = f"({parts['rollout']} during {parts['scoring']} + {parts['training']}) + {parts['sync']}"
-            every = plan.time.sync_every
-            phases += "" if every == 1 else f" in every {every} steps"
+        if plan.time.sync_every > 1:
+            phases += f" in every {plan.time.sync_every} steps"
         say(f"a step of ppo = {phases}")
     network = f" and {NETWORK:.0%} of the network" if plan.hardware.hosts > 1 else ""
     say(
@@ -471,19 +463,19 @@ def _say_phases(plan: Plan, say: Any) -> None:
     )
 
 
-def _say_fastest(plan: Plan, console: Console) -> None:
+def _say_fastest(plan: Plan, say: Say) -> None:
     """Show the fastest settings of the stages that they make faster, and the overrides."""
     unfit = {problem.stage for problem in plan.verdict.problems}
     changes: Changes = {}
-    for stage, [(seconds, changed), *_] in ((s, found) for s, found in plan.fastest.items() if found):
+    for stage, found in plan.fastest.items():
+        if not found:
+            continue
+        seconds, changed = found[0]
         times = plan.steps[stage] / seconds
         if not changed or (stage not in unfit and times < _FASTER):
             continue
         than = "as configured, it does not fit" if stage in unfit else f"{times:.1f} times as fast"
-        console.print(f"{stage}: a step {duration(seconds)} ({than})", highlight=False, markup=False)
+        say(f"{stage}: a step {duration(seconds)} ({than})")
         changes |= changed
     if changes:
-        overrides = shlex.join(as_overrides(changes))
-        console.print(
-            f"estimated to be faster with: {overrides}\n", highlight=False, markup=False, soft_wrap=True
-        )
+        say(f"estimated to be faster with: {shlex.join(as_overrides(changes))}\n", soft_wrap=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.data import SetName, Source
-from rlhf_core.config.training import RewardConfig, SFTConfig, TrainingSection
+from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.data.files import list_files, read_file, suffix_of
 from rlhf_core.data.sources import address_of
 from rlhf_core.ops.data_table import DataTable
@@ -66,17 +66,14 @@ def stage_work(
             what, rows = "demonstrations", _training_rows(config, table, "sft")
         else:
             what, rows = "pairs", round(pairs * (share if stage == "judge" else 1 - share))
-        steps = _optimizer_steps(section, rows)
+        steps = section.epochs * math.ceil(rows / section.batch_size)
+        if isinstance(section, RewardConfig):
+            steps *= section.members
         work.append(StageWork(stage, what, rows, steps, steps * seconds[stage]))
     if config.ppo.enabled:
         prompts, steps = _training_rows(config, table, "prompts"), config.ppo.steps
         work.append(StageWork(PPO, "prompts", prompts, steps, steps * seconds[PPO]))
     return work
-
-
-def _optimizer_steps(section: TrainingSection, rows: int) -> int:
-    models = section.members if isinstance(section, RewardConfig) else 1
-    return models * section.epochs * math.ceil(rows / section.batch_size)
 
 
 def _training_rows(config: PipelineConfig, table: DataTable, name: SetName) -> int:
@@ -97,9 +94,7 @@ def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:
     """Return the number of rows of a local or generated source."""
     address = address_of(source)
     if address.kind == "synthetic":
-        synthetic = config.data.synthetic
-        every = {"sft": synthetic.sft_examples, "preference": synthetic.pairs, "prompts": synthetic.prompts}
-        rows = every[name]
+        rows = config.data.synthetic.rows(name)
     else:
         rows = sum(_rows_of_file(file) for file in list_files(address, source.split))
     return rows if source.limit is None else min(rows, source.limit)
