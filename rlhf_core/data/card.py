@@ -53,6 +53,7 @@ def build_card(
         "seed": config.run.seed,
         "split_seed": config.data.split_seed,
         "template": config.data.template,
+        "template_from": _template_from(config),
         "thoughts": config.data.thoughts or "none: rows with thoughts are refused",
         "tokenizer": {
             "from": config.model.path or "trained on the data",
@@ -72,6 +73,15 @@ def build_card(
             for name, by_split in splits.items()
         },
     }
+
+
+def _template_from(config: PipelineConfig) -> str:
+    """Return where the chat template comes from, in words."""
+    if config.data.template == "plain":
+        return "left out (data.template: plain)"
+    if config.data.chat_template is not None:
+        return config.data.chat_template
+    return "of models from scratch" if config.model.path is None else "of the model"
 
 
 def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[str, str]]:
@@ -304,7 +314,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
     tokenizer = card["tokenizer"]
     lines = ["# Data card", ""]
-    lines += [f"Seed {card['seed']}, split seed {card['split_seed']}, template `{card['template']}`.", ""]
+    seeds = f"Seed {card['seed']}, split seed {card['split_seed']}"
+    lines += [f"{seeds}, chat template {markdown_cell(card['template_from'])}.", ""]
     lines += [f"Thoughts of the assistant (data.thoughts): {card['thoughts']}.", ""]
     lines += [
         f"Tokenizer from {markdown_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos"
@@ -345,8 +356,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
         "",
         "## Limits",
         "",
-        "| field | tokens | from | 99 % of the rows have | the longest has | longer rows |",
-        "|---|---|---|---|---|---|",
+        "| set | field | rows | half have | 99 % have | longest | limit | from | longer rows |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in card["limits"]["rows"]:
         lines.append("| " + " | ".join("" if value is None else str(value) for value in row.values()) + " |")

@@ -32,7 +32,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, GivenLimits, Limits, Source, fitted_limits
+from rlhf_core.config.data import NEW, PROMPT, RESPONSE, TEXT, GivenLimits, Limits, Source, fitted_limits
 from rlhf_core.data import examples
 from rlhf_core.data.card import _sources as card_sources
 from rlhf_core.data.card import card_markdown, limits_of, overlap, sources_of_models
@@ -80,6 +80,12 @@ def pairs(number: int) -> list[dict[str, Any]]:
 def prepared(config: PipelineConfig, out: Path) -> dict[str, Any]:
     out.mkdir(exist_ok=True)
     return prepare(config, out, lambda done, total: None)
+
+
+def row_of(card: dict[str, Any], name: str, field: str) -> dict[str, Any]:
+    """Return the row of the limits of a card for a set and a field."""
+    [row] = [row for row in card["limits"]["rows"] if (row["set"], row["field"]) == (name, field)]
+    return dict(row)
 
 
 @pytest.fixture(scope="module")
@@ -365,29 +371,40 @@ def test_from_one_percent_on_rows_that_a_limit_drops_are_a_warning_with_the_valu
     made[0]["chosen"] += " and more" * 30
     card = prepared(files(tmp_path, made, max_response_tokens=20), tmp_path / "out")
     [found] = [
-        record
-        for record in caplog.records
-        if record.getMessage().startswith(f"data.preference: 1 of {rows} rows")
+        record for record in caplog.records if f"1 of {rows} rows of data.preference (" in record.getMessage()
     ]
     assert (found.levelname == "WARNING") == is_warned
-    longest = card["limits"]["rows"][1]["longest"]
-    assert longest > 20
+    row = row_of(card, "preference", RESPONSE)
+    longest = row["longest"]
+    assert longest > 20 and row["from"] == RESPONSE
     assert "longer than data.max_response_tokens=20 and are left out; raise it: " in found.getMessage()
     assert f"keeps 99 % of the rows, {longest} all" in found.getMessage()
-    assert not any(record.getMessage().startswith("data.prompts: 1 of") for record in caplog.records), (
-        "their responses are not read"
-    )
+    assert "data.prompts" not in found.getMessage(), "their responses are not read"
+
+
+def test_one_warning_of_a_limit_has_all_sets_and_says_that_the_context_decides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = pairs(40)
+    for pair in made[:8]:
+        pair["chosen"] += " and more" * 400
+    card = prepared(files(tmp_path, made), tmp_path / "out")
+    row = row_of(card, "preference", RESPONSE)
+    assert row["rows"] == 40 and row["p50"] < row["tokens"] < row["p99"]
+    assert row["from"] == "the context"
+    [found] = [text for text in caplog.messages if "have a response longer" in text]
+    assert "8 of 40 rows of data.sft (20.0%), 8 of 40 rows of data.preference (20.0%)" in found
+    assert "the model's context of 256 tokens leaves no more; use a model with a longer one: " in found
 
 
 def test_without_limits_every_row_within_the_context_is_kept(tmp_path: Path) -> None:
     made = pairs(30)
     made[0]["chosen"] += " and more" * 50  # more than the 64 tokens of the demo
     card = prepared(files(tmp_path, made), tmp_path / "out")
-    limits = {row["field"]: row for row in card["limits"]["rows"]}
-    response = limits["data.max_response_tokens"]
+    response = row_of(card, "preference", RESPONSE)
     assert response["from"] == "the data"
     assert response["tokens"] == response["longest"] > 64
-    assert [row["longer"] for row in limits.values()] == [0, 0]
+    assert [row["longer"] for row in card["limits"]["rows"]] == [0, 0, 0, 0, 0, None]
     assert card["limits"]["new"] == response["tokens"], "ppo.max_new_tokens follows"
     assert limits_of(tmp_path / "out")._asdict() == {
         name: card["limits"][name] for name in ("prompt", "response", "text", "new")
@@ -399,7 +416,7 @@ def test_one_row_that_is_far_longer_than_all_others_does_not_decide_the_limit(tm
     made = pairs(300)
     made[0]["chosen"] += " and more" * 40
     card = prepared(files(tmp_path, made), tmp_path / "out")
-    row = card["limits"]["rows"][1]
+    row = row_of(card, "preference", RESPONSE)
     assert row["tokens"] == 2 * row["p99"] < row["longest"]
     assert card["counts"]["preference"]["dropped"] == {"response longer than data.max_response_tokens": 1}
 
@@ -759,8 +776,12 @@ def test_questions_alone_leave_room_for_answers() -> None:
     lengths.add("prompts", {PROMPT: 100})
     limits = fitted_limits(nothing, lengths.needed(nothing), 512)
     assert limits == Limits(100, 412, 1, 412)
-    rows = {row["field"]: row["from"] for row in lengths.table(nothing, limits)}
-    assert rows[RESPONSE] == "no row"
+    prompts, sampled = lengths.table(nothing, limits)
+    assert (prompts["set"], prompts["from"]) == ("prompts", "the data")
+    assert (sampled["field"], sampled["tokens"], sampled["from"]) == (NEW, 412, "the context")
+    roomy = fitted_limits(nothing, lengths.needed(nothing), 4096)
+    assert lengths.table(nothing, roomy)[-1]["from"] == "the default"
+    assert lengths.table(nothing._replace(new=64), limits)[-1]["from"] == NEW
     assert lengths.needed(nothing._replace(new=64)).response == 64
     lengths.add("sft", {TEXT: 200})
     assert lengths.needed(nothing).response == 200, "as long as the texts"
