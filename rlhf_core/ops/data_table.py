@@ -65,6 +65,8 @@ class DataTable:
     bad_rows: tuple[str, ...]
     """The first rows that cannot be read, with the reason."""
     warnings: tuple[str, ...]
+    shown: tuple[SetName, ...] = SETS
+    """The sets that the run uses."""
 
 
 def read_data(config_path: str | Path, overrides: Sequence[str] = (), rows: int = ROWS) -> DataTable:
@@ -97,23 +99,31 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
         bad_rows = _bad_rows(Path(folder) / QUARANTINE)
     warnings = [text for text in warnings if QUARANTINE not in text]
     warnings += card_warnings(card, config.data.eval_fraction)
-    is_whole = all(count["read"] < rows for count in card["counts"].values())
+    is_whole = all(_read(card, name) < rows for name in SETS)
     if is_whole:
         warnings += size_warnings(config, prepared.splits)
     formats = {
         name: [kind for kind, _ in count.formats.most_common()] for name, count in prepared.counts.items()
     }
-    return DataTable(card, formats, _samples(prepared), rows, is_whole, bad_rows, tuple(warnings))
+    sets = tuple(name for name in SETS if _read(card, name) and (name != "sft" or config.sft.enabled))
+    samples = _samples(prepared, sets)
+    return DataTable(card, formats, samples, rows, is_whole, bad_rows, tuple(warnings), sets)
 
 
-def _samples(prepared: Prepared) -> dict[SetName, list[list[Part]]]:
+def _read(card: dict[str, Any], name: SetName) -> int:
+    """Return the number of rows of a set that were read."""
+    return int(card["counts"][name]["read"])
+
+
+def _samples(prepared: Prepared, sets: Sequence[SetName]) -> dict[SetName, list[list[Part]]]:
     """Return the first training row of each set whose prompt no other sample has."""
     samples: dict[SetName, list[list[Part]]] = {}
     shown: set[str] = set()
-    for name, split in prepared.splits.items():
-        if not split["train"]:
+    for name in sets:
+        rows = prepared.splits[name]["train"]
+        if not rows:
             continue
-        item = next((each for each in split["train"] if each.key not in shown), split["train"][0])
+        item = next((each for each in rows if each.key not in shown), rows[0])
         shown.add(item.key)
         samples[name] = _views(item.example, prepared.encoder.tokenizer)
     return samples
@@ -196,7 +206,7 @@ def show_counts(table: DataTable, console: Console) -> None:
     rows = "All rows" if table.is_whole else f"The first {table.rows:,} rows of each source"
     console.print(f"{rows}, with the chat template {table.card['template_from']}:", highlight=False)
     console.print(_rows(table))
-    console.print(_tokens(table.card))
+    console.print(_tokens(table))
 
 
 def show_problems(table: DataTable, console: Console) -> None:
@@ -212,10 +222,8 @@ def _rows(data: DataTable) -> Table:
 
     table = Table("set", "format", "read", "training", "held out")
     table.add_column("left out", overflow="fold")
-    for name in SETS:
+    for name in data.shown:
         count = data.card["counts"][name]
-        if not count["read"]:
-            continue
         # The table of lengths has the fields of the limits.
         reasons = {reason: re.sub(" longer than .*", " too long", reason) for reason in count["dropped"]}
         left_out = [f"{number:,} {reasons[reason]}" for reason, number in count["dropped"].items()]
@@ -226,12 +234,14 @@ def _rows(data: DataTable) -> Table:
     return table
 
 
-def _tokens(card: dict[str, Any]) -> Table:
+def _tokens(data: DataTable) -> Table:
     from rich.table import Table
 
     table = Table("tokens", "rows", "p50", "p99", "longest", "limit", "from")
     table.add_column("longer", overflow="fold")
-    for row in card["limits"]["rows"]:
+    for row in data.card["limits"]["rows"]:
+        if row["set"] not in (*data.shown, "sampled"):
+            continue
         part = row["field"].removeprefix("data.max_").removesuffix("_tokens")
         if row["longer"] is None:
             what, longer = "sampled responses", ""

@@ -10,8 +10,10 @@ import pytest
 import yaml
 from rich.console import Console
 
+from rlhf_core.config.load import load_config
+from rlhf_core.data.check import check_data
 from rlhf_core.errors import DataError
-from rlhf_core.ops.data_table import read_data, show
+from rlhf_core.ops.data_table import data_table, read_data, show
 
 PAIRS = [
     {"prompt": f"Name bird {number}.", "chosen": f"A robin {number}.", "rejected": "Bird bird."}
@@ -87,6 +89,16 @@ def test_lengths_have_a_line_for_each_set_with_the_origin_of_the_limit(tmp_path:
     assert {"sft: prompt", "preference: prompt", "prompts: prompt", "sampled responses"} <= set(lines)
     assert "the data" in lines["sft: prompt"]
     assert "data.max_response_tokens" in lines["preference: response"]
+
+
+def test_demonstrations_that_are_not_trained_are_in_no_table(tmp_path: Path) -> None:
+    config = load_config(config_of(tmp_path, PAIRS))
+    # Without its validation, which wants a model to start from.
+    off = config.model_copy(update={"sft": config.sft.model_copy(update={"enabled": False})})
+    assert any("data.sft: its rows are not trained" in str(each) for each in check_data(off))
+    out = io.StringIO()
+    show(data_table(off, rows=30), Console(file=out, width=140))
+    assert "sft" not in out.getvalue() and "preference: prompt" in out.getvalue()
 
 
 def test_the_chat_template_is_named(tmp_path: Path) -> None:
