@@ -15,6 +15,7 @@ from rlhf_core.config.base import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Range,
     Section,
@@ -137,6 +138,12 @@ class Source(Section):
     """
     limit: PositiveInt | None = result(None)
     """Read at most this number of rows"""
+    weight: PositiveFloat = result(
+        1.0, within=Range(0.001, 1000, "the rows are used this many times"), later=True
+    )
+    """How often each training row is used in an epoch: 2: twice; 0.5: a [fixed half](data.md#weights) of the
+    rows. Held-out rows are not affected
+    """
     rename: dict[str, str] = result({})
     """New names of fields, for example {question: prompt}, {reward_model.ground_truth: answer}"""
     ignore: tuple[str, ...] = result((), later=True)

@@ -64,6 +64,7 @@ def build_card(
         },
         "sources": _sources(config, digests),
         "counts": {name: count.to_json() for name, count in counts.items()},
+        "weights": _weights(config, counts),
         "other_fields": _other_fields(counts),
         "tokens": {name: _lengths(by_split) for name, by_split in splits.items()},
         "overlap": overlap(splits),
@@ -98,6 +99,24 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
         for name, digest in digests.items()
         if name in ("model", "data.chat_template")
     ]
+    return rows
+
+
+def _weights(config: PipelineConfig, counts: Mapping[SetName, SetCounts]) -> list[dict[str, Any]]:
+    """Return the sources of sets with weights: their training rows, how many are made of them, and their
+    share of the set.
+    """
+    rows = []
+    names = {name: distinct_names(getattr(config.data, name)) for name in SETS}
+    for name, index, source in config.data.sources():
+        weighted = counts[name].weighted
+        if names[name][index] in weighted:
+            had, used = weighted[names[name][index]]
+            share = used / sum(each for _, each in weighted.values())
+            rows.append(
+                {"field": f"data.{name}[{index}]", "path": source.path, "weight": source.weight}
+                | {"rows": had, "used": used, "share": share}
+            )
     return rows
 
 
@@ -337,6 +356,13 @@ def card_markdown(card: Mapping[str, Any]) -> str:
             lines.append(
                 f"| {name}: conversations in a sequence for each answer | {count['further']} more | | | | |"
             )
+    if card["weights"]:
+        lines += ["", "## Weights", "", "Training rows, by the weights of their sources.", ""]
+        lines += ["| source | weight | rows | used | share of the set |", "|---|---|---|---|---|"]
+    for row in card["weights"]:
+        lines.append(
+            f"| {row['field']} | {row['weight']:g} | {row['rows']} | {row['used']} | {row['share']:.1%} |"
+        )
     if card["other_fields"]:
         lines += ["", "## Other fields", "", "No text is made of them. Rewards can read them.", ""]
         lines += ["| source | field | rows | rows with a long text |", "|---|---|---|---|"]

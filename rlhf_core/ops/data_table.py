@@ -206,6 +206,13 @@ def show_counts(table: DataTable, console: Console) -> None:
     rows = "All rows" if table.is_whole else f"The first {table.rows:,} rows of each source"
     console.print(f"{rows}, with the chat template {table.card['template_from']}:", highlight=False)
     console.print(_rows(table))
+    for row in table.card["weights"]:
+        console.print(
+            f"{row['field']} ({row['path']}), weight {row['weight']:g}: its {row['rows']:,} training rows are"
+            f" used as {row['used']:,}, {row['share']:.1%} of the set",
+            markup=False,
+            highlight=False,
+        )
     console.print(_tokens(table))
 
 

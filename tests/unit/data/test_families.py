@@ -353,9 +353,9 @@ def test_the_template_of_this_package_renders_tools_calls_results_and_thoughts_f
     talk_ = [Message("system", "Be brief."), ASK, CALLED, RESULT, SAID, AGAIN, LATER]
     [encoded] = encoder.conversations(talk_, TOOLS)
     text = shown(encoder, encoded)
-    system, _, rest = text.partition("</tool_call><|im_end|>\n")
-    assert system.startswith("<bos><|im_start|>system\nBe brief.\n\nYou can call these functions:\n<tools>\n")
-    assert f"\n{json.dumps(json.loads(TOOLS)[0])}\n</tools>" in system
+    system, _, rest = text.partition("</tools><|im_end|>\n")
+    assert system.startswith("<bos><|im_start|>system\nBe brief.\n\nFunctions, called as <tool_call>")
+    assert system.endswith(f"<tools>\n{json.dumps(json.loads(TOOLS)[0])}\n")
     assert rest == (
         "<|im_start|>user\nIs it late?<|im_end|>\n<|im_start|>assistant\n"
         f"⟦<think>\nI look.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call></s>⟧\n"

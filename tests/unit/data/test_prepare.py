@@ -13,6 +13,7 @@ Rules:
 - a number `margin` of a pair is kept; where the reward model needs it, rows without one stop the run at once,
   as do prompts without the answer that a reward looks for;
 - there is a warning if a step takes more prompts than there are;
+- a weight uses the training rows of a source exactly that many times, and never the held-out ones;
 - the stage logs its card; the card shows text that cannot become markup.
 """
 
@@ -33,6 +34,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import NEW, PROMPT, RESPONSE, TEXT, GivenLimits, Limits, Source, fitted_limits
+from rlhf_core.config.keys import stage_key
 from rlhf_core.data import examples
 from rlhf_core.data.card import _sources as card_sources
 from rlhf_core.data.card import card_markdown, limits_of, overlap, sources_of_models
@@ -785,3 +787,52 @@ def test_questions_alone_leave_room_for_answers() -> None:
     assert lengths.needed(nothing._replace(new=64)).response == 64
     lengths.add("sft", {TEXT: 200})
     assert lengths.needed(nothing).response == 200, "as long as the texts"
+
+
+def weighted(folder: Path, *weights: float) -> tuple[dict[str, Any], list[list[str]]]:
+    """Prepare two files of 40 and 20 pairs with these weights. Return the card and, for each file, the
+    prompts of its training pairs in their order.
+    """
+    made = pairs(60)
+    for name, rows in (("a", made[:40]), ("b", made[40:])):
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    sources: list[dict[str, Any]] = [{"path": str(folder / "a.jsonl")}, {"path": str(folder / "b.jsonl")}]
+    for source, weight in zip(sources, weights, strict=False):
+        source["weight"] = weight
+    data = {"sft": sources[:1], "preference": sources, "prompts": sources[:1]}
+    out = folder / "-".join(map(str, ("out", *weights)))
+    card = prepared(configure(data=data), out)
+    found = list(load_pairs(out, "train"))
+    return card, [[pair.prompt for pair in found if pair.source == f"{name}.jsonl"] for name in ("a", "b")]
+
+
+def test_a_weight_uses_training_rows_a_whole_number_of_times_and_a_fixed_sample_of_the_rest(
+    tmp_path: Path,
+) -> None:
+    plain, (once, other) = weighted(tmp_path)
+    card, (first, second) = weighted(tmp_path, 2.5, 0.5)
+    assert len(first) == round(2.5 * len(once)) and len(second) == round(0.5 * len(other))
+    times = Counter(first)
+    assert set(times.values()) == {2, 3} and times.keys() == set(once)
+    assert len(set(second)) == len(second) and set(second) < set(other)
+    assert first[: len(once)] == once, "the copies follow all rows"
+    a, b = (row for row in card["weights"] if row["field"].startswith("data.preference"))
+    assert (a["rows"], a["used"], b["used"]) == (len(once), len(first), len(second))
+    assert a["share"] == len(first) / (len(first) + len(second))
+    assert card["counts"]["preference"]["train"] == len(first) + len(second)
+    assert card["counts"]["preference"]["eval"] == plain["counts"]["preference"]["eval"]
+    assert f"| data.preference[0] | 2.5 | {len(once)} | {len(first)} |" in card_markdown(card)
+
+
+def test_a_weight_of_one_changes_no_file_and_no_key(tmp_path: Path) -> None:
+    plain, _ = weighted(tmp_path)
+    ones, _ = weighted(tmp_path, 1.0, 1.0)
+    assert plain["weights"] == ones["weights"] == []
+    names = [file.name for file in (tmp_path / "out").iterdir() if file.suffix == ".parquet"]
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "out-1.0-1.0" / name).read_bytes()
+    keys = []
+    for weight in ({}, {"weight": 1}, {"weight": 2}):
+        config = configure(data={**GENERATED, "sft": [{"path": "synthetic", **weight}]})
+        keys.append(stage_key(config, "data", {}, {}))
+    assert keys[0] == keys[1] != keys[2]
