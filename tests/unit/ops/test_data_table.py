@@ -103,7 +103,7 @@ def test_demonstrations_that_are_not_trained_are_in_no_table(tmp_path: Path) -> 
 
 def test_what_a_weight_does_is_said(tmp_path: Path) -> None:
     out = io.StringIO()
-    show(read_data(config_of(tmp_path, PAIRS), ["data.sft.0.weight=2"]), Console(file=out, width=140))
+    show(read_data(config_of(tmp_path, PAIRS), ["data.sft.0.weight=2"]), Console(file=out, width=400))
     [line] = [line for line in out.getvalue().splitlines() if "weight 2" in line]
     assert line.startswith("data.sft[0] (") and line.endswith("rows are used as 72, 100.0% of the set")
 
