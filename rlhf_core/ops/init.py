@@ -76,15 +76,15 @@ def configuration(given: Given, name: str) -> str:
     """Return the text of a configuration named `name`. Raises ConfigError if a file is missing that the goal
     needs, and DataError if no row of a file is what it was given for.
     """
-    records = {
-        name: _first_records(option, name, path)
-        for option, name, path in (
-            ("--sft", "sft", given.sft),
-            ("--pairs", "preference", given.pairs),
-            ("--prompts", "prompts", given.prompts),
-        )
-        if path is not None
+    files: dict[SetName, tuple[str, str | None]] = {
+        "sft": ("--sft", given.sft),
+        "preference": ("--pairs", given.pairs),
+        "prompts": ("--prompts", given.prompts),
     }
+    records: dict[SetName, Sequence[Record]] = {}
+    for set_name, (option, path) in files.items():
+        if path is not None:
+            records[set_name] = _first_records(option, set_name, path)
     seen = _seen(records)
     _check(given, seen.answers)
     return "\n".join(
