@@ -35,7 +35,7 @@ app.register_install_completion_command(help="Complete commands and options with
 
 Config = Annotated[str, Parameter(help="YAML file; rlhf configs lists those that come with the package.")]
 Overrides = Annotated[
-    str, Parameter(help="Fields of CONFIG to override, each as KEY=VALUE, such as ppo.steps=50.")
+    str, Parameter(name="FIELD=VALUE", help="Fields of CONFIG to override, such as ppo.steps=50.")
 ]
 RunHome = Annotated[str | None, Parameter(name="--home", metavar="FOLDER", help="Short for run.home=FOLDER.")]
 HOME = default_home()
@@ -57,6 +57,11 @@ Endpoint = Annotated[
         help="Server of a store with an address s3://, if it is not AWS: such as http://127.0.0.1:9000.",
     ),
 ]
+
+
+def usage(command: str, config: str = "CONFIG ") -> str:
+    """Return the first line of the help of a command that takes `Overrides`."""
+    return f"Usage: rlhf {command} [OPTIONS] {config}[FIELD=VALUE...]"
 
 
 def with_home(overrides: tuple[str, ...], home: str | None) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from rlhf_cli.app import BEFORE, Config, Overrides, RunHome, app, with_home
+from rlhf_cli.app import BEFORE, Config, Overrides, RunHome, app, usage, with_home
 from rlhf_core.errors import InputError
 from rlhf_core.system.shipped import CONFIGS
 
@@ -81,7 +81,7 @@ def _init(
     return 0
 
 
-@app.command(group=BEFORE)
+@app.command(group=BEFORE, usage=usage("data"))
 def _data(config: Config, /, *overrides: Overrides, rows: int = 1000, home: RunHome = None) -> int:
     """Show what is made of the rows of your files.
 

@@ -39,6 +39,7 @@ from rlhf_cli.app import (
     Overrides,
     RunHome,
     app,
+    usage,
     with_home,
 )
 from rlhf_core.config.redact import printable, scrubbed
@@ -134,7 +135,7 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # the default of stderr
 
 
-@app.command(group=RUNS)
+@app.command(group=RUNS, usage=usage("run"))
 def _run(
     config: Config,
     /,
@@ -204,7 +205,7 @@ def _run_flow(parameters: dict[str, Any], home: Home, console: Console) -> int:
     return 0
 
 
-@app.command(group=BEFORE)
+@app.command(group=BEFORE, usage=usage("plan"))
 def _plan(
     config: Config,
     /,
@@ -298,7 +299,7 @@ def _serve_reward(
     return 0
 
 
-@app.command(group=SERVERS)
+@app.command(group=SERVERS, usage=usage("up", ""))
 def _up(
     *overrides: Overrides,
     config: Annotated[str | None, Parameter(metavar="CONFIG")] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from rlhf_cli.app import HOME, RUNS, Config, HomeFolder, Overrides, app
+from rlhf_cli.app import HOME, RUNS, Config, HomeFolder, Overrides, app, usage
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf_core.ops.prune.prune import Plan
 
 
-@app.command(group=RUNS)
+@app.command(group=RUNS, usage=usage("prune"))
 def _prune(
     config: Config | None = None,
     /,

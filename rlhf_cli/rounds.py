@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.app import RUNS, Config, Overrides, RunHome, app, with_home
+from rlhf_cli.app import RUNS, Config, Overrides, RunHome, app, usage, with_home
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import EXIT_VOTES
 from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@app.command(group=RUNS)
+@app.command(group=RUNS, usage=usage("rounds"))
 def _rounds(
     config: Config,
     /,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from rlhf_cli.app import BEFORE, Config, Overrides, RunHome, app, with_home
+from rlhf_cli.app import BEFORE, Config, Overrides, RunHome, app, usage, with_home
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhf_core.ops.tune import Tuned
 
 
-@app.command(group=BEFORE)
+@app.command(group=BEFORE, usage=usage("tune"))
 def _tune(
     config: Config,
     /,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.ppo import MINIBATCH, PPOConfig
-from rlhf_core.config.rewards import ModelReward, measured_graders
+from rlhf_core.config.rewards import AnyReward, ModelReward, measured_graders
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding
 
@@ -42,10 +42,10 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "reward.enabled: a reward model is trained, but ppo.rewards has no source of type model: it only"
             " judges"
         )
-    elif config.reward.enabled and config.reward.judge is None and not config.scores_by_reward_model:
+    elif _is_spare_judge(config):
         yield (
-            "reward.enabled: a reward model is trained, but ppo.enabled is false: it only judges; if another"
-            " judge is enough, set reward.enabled=false"
+            "reward.enabled: a reward model is trained, but ppo.enabled is false: it only judges; if the"
+            " other judge is enough, set reward.enabled=false"
         )
     yield from _judge(config)
     yield from _language_model(config)
@@ -68,9 +68,21 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
         yield from sharding_problems(field, deepspeed)
 
 
+def _is_spare_judge(config: PipelineConfig) -> bool:
+    """Return whether the reward model is only a judge, and the evaluation has another one without it."""
+    if not config.reward.enabled or config.reward.judge is not None or config.scores_by_reward_model:
+        return False
+    return bool(config.evaluate.language_model or _rules(config) or config.generates_prompts)
+
+
+def _rules(config: PipelineConfig) -> list[AnyReward]:
+    """Return the rewards that can be the judge `rules`."""
+    return [source for source in config.ppo.rewards if not isinstance(source, ModelReward) and source.weight]
+
+
 def _judge(config: PipelineConfig) -> Iterator[Finding]:
     """Check that what `evaluate.judge` names exists."""
-    rules = [source for source in config.ppo.rewards if not isinstance(source, ModelReward) and source.weight]
+    rules = _rules(config)
     # Whether it exists, what it is, and the fix.
     needs = {
         "reward_model": (config.reward.enabled, "reward.enabled=true; got false; use auto or rules"),

@@ -4,7 +4,7 @@ limits, and how far they may be from those of the champion.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from rlhf_core.config.base import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Range,
     Section,
@@ -59,18 +60,21 @@ DEMO_LIMITS = Limits(prompt=64, response=64, text=512, new=64)
 _ENDLESS_RATE = 0.05
 
 
-def never_ends(eos_rate: float, model: str) -> str | None:
-    """Return a sentence if the responses of a model do not end but are cut at the length limit, or None.
+def never_ends(eos_rates: Mapping[str, float]) -> str | None:
+    """Return a sentence if the responses of models do not end but are cut at the length limit, or None.
 
     Args:
-        eos_rate: Share of its responses that end with EOS.
-        model: Its name in the sentence.
+        eos_rates: Share of the responses that end with EOS, by the name of the model in the sentence.
     """
-    if eos_rate >= _ENDLESS_RATE:
+    endless = [(model, rate) for model, rate in eos_rates.items() if rate < _ENDLESS_RATE]
+    if not endless:
         return None
+    (first, first_rate), *others = endless
+    shares = [f"{first_rate:.1%} of the responses of {first}"]
+    shares += [f"{rate:.1%} of those of {model}" for model, rate in others]
     return (
-        f"{eos_rate:.1%} of the responses of {model} end with EOS; the others are cut at {NEW}, so scores,"
-        f" lengths and win rates are those of cut texts. Raise {NEW}, or train SFT longer on rows that end"
+        f"{' and '.join(shares)} end with EOS; the others are cut at {NEW}, so scores, lengths and win rates"
+        f" are those of cut texts. Raise {NEW}, or train SFT (sft.enabled, sft.epochs) on rows that end"
         f" within {TEXT} and {RESPONSE}"
     )
 
@@ -136,6 +140,12 @@ class Source(Section):
     """
     limit: PositiveInt | None = result(None)
     """Read at most this number of rows"""
+    weight: PositiveFloat = result(
+        1.0, within=Range(0.001, 1000, "the rows are used this many times"), later=True
+    )
+    """How often each training row is used in an epoch: 2: twice; 0.5: a [fixed half](data.md#weights) of the
+    rows. Held-out rows are not affected
+    """
     rename: dict[str, str] = result({})
     """New names of fields, for example {question: prompt}, {reward_model.ground_truth: answer}"""
     ignore: tuple[str, ...] = result((), later=True)

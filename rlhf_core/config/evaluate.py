@@ -75,6 +75,8 @@ class RegressionSet(Source):
             yield (
                 "path: `synthetic` makes the prompts of training; got it for a regression set; give a file"
             )
+        if self.weight != 1.0:
+            raise ValueError("weight: a regression set has each prompt once; leave it out")
         if isinstance(self.reward, ModelReward):
             yield (
                 "reward.type: model is the reward model of the run, which judges no regression set; use"

@@ -53,6 +53,7 @@ def build_card(
         "seed": config.run.seed,
         "split_seed": config.data.split_seed,
         "template": config.data.template,
+        "template_from": _template_from(config),
         "thoughts": config.data.thoughts or "none: rows with thoughts are refused",
         "tokenizer": {
             "from": config.model.path or "trained on the data",
@@ -63,6 +64,7 @@ def build_card(
         },
         "sources": _sources(config, digests),
         "counts": {name: count.to_json() for name, count in counts.items()},
+        "weights": _weights(config, counts),
         "other_fields": _other_fields(counts),
         "tokens": {name: _lengths(by_split) for name, by_split in splits.items()},
         "overlap": overlap(splits),
@@ -72,6 +74,15 @@ def build_card(
             for name, by_split in splits.items()
         },
     }
+
+
+def _template_from(config: PipelineConfig) -> str:
+    """Return where the chat template comes from, in words."""
+    if config.data.template == "plain":
+        return "left out (data.template: plain)"
+    if config.data.chat_template is not None:
+        return config.data.chat_template
+    return "of models from scratch" if config.model.path is None else "of the model"
 
 
 def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[str, str]]:
@@ -88,6 +99,24 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
         for name, digest in digests.items()
         if name in ("model", "data.chat_template")
     ]
+    return rows
+
+
+def _weights(config: PipelineConfig, counts: Mapping[SetName, SetCounts]) -> list[dict[str, Any]]:
+    """Return the sources of sets with weights: their training rows, how many are made of them, and their
+    share of the set.
+    """
+    rows = []
+    names = {name: distinct_names(getattr(config.data, name)) for name in SETS}
+    for name, index, source in config.data.sources():
+        weighted = counts[name].weighted
+        if names[name][index] in weighted:
+            had, used = weighted[names[name][index]]
+            share = used / sum(each for _, each in weighted.values())
+            rows.append(
+                {"field": f"data.{name}[{index}]", "path": source.path, "weight": source.weight}
+                | {"rows": had, "used": used, "share": share}
+            )
     return rows
 
 
@@ -304,7 +333,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
     tokenizer = card["tokenizer"]
     lines = ["# Data card", ""]
-    lines += [f"Seed {card['seed']}, split seed {card['split_seed']}, template `{card['template']}`.", ""]
+    seeds = f"Seed {card['seed']}, split seed {card['split_seed']}"
+    lines += [f"{seeds}, chat template {markdown_cell(card['template_from'])}.", ""]
     lines += [f"Thoughts of the assistant (data.thoughts): {card['thoughts']}.", ""]
     lines += [
         f"Tokenizer from {markdown_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos"
@@ -326,6 +356,13 @@ def card_markdown(card: Mapping[str, Any]) -> str:
             lines.append(
                 f"| {name}: conversations in a sequence for each answer | {count['further']} more | | | | |"
             )
+    if card["weights"]:
+        lines += ["", "## Weights", "", "Training rows, by the weights of their sources.", ""]
+        lines += ["| source | weight | rows | used | share of the set |", "|---|---|---|---|---|"]
+    for row in card["weights"]:
+        lines.append(
+            f"| {row['field']} | {row['weight']:g} | {row['rows']} | {row['used']} | {row['share']:.1%} |"
+        )
     if card["other_fields"]:
         lines += ["", "## Other fields", "", "No text is made of them. Rewards can read them.", ""]
         lines += ["| source | field | rows | rows with a long text |", "|---|---|---|---|"]
@@ -345,8 +382,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
         "",
         "## Limits",
         "",
-        "| field | tokens | from | 99 % of the rows have | the longest has | longer rows |",
-        "|---|---|---|---|---|---|",
+        "| set | field | rows | half have | 99 % have | longest | limit | from | longer rows |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in card["limits"]["rows"]:
         lines.append("| " + " | ".join("" if value is None else str(value) for value in row.values()) + " |")

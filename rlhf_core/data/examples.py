@@ -110,7 +110,9 @@ class OtherFields:
 
 @dataclass
 class SetCounts:
-    """Numbers of rows of one set. `read` + `further` = `bad` + the sum of `dropped` + `train` + `eval`."""
+    """Numbers of rows of one set. Without weights of sources, `read` + `further` = `bad` + the sum of
+    `dropped` + `train` + `eval`.
+    """
 
     read: int = 0
     bad: int = 0
@@ -125,6 +127,8 @@ class SetCounts:
     """Fields that no text is made of, by source."""
     formats: Counter[str] = field(default_factory=Counter)
     """Usable rows, by format."""
+    weighted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Training rows of each source, and how many are made of them by its weight, if one is not 1."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dict, for the data card."""
@@ -144,7 +148,8 @@ class Quarantine:
     def __init__(self, path: Path) -> None:
         self._file = path.open("w", encoding="utf-8")
         self.first: dict[str, list[str]] = {}
-        """The first reasons of each source, with file and line, for the message that stops the run."""
+        """The first different reasons of each source, with file and line, for the message that stops the run.
+        """
 
     def add(self, source: str, file: str, line: int, reason: str, text: str) -> None:
         """Write one bad row.
@@ -159,7 +164,8 @@ class Quarantine:
         row = {"source": file, "line": line, "reason": reason, "row": text[:500]}
         self._file.write(json.dumps(row) + "\n")
         first = self.first.setdefault(source, [])
-        if len(first) < _SHOWN_REASONS:
+        is_new = not any(each.endswith(f": {reason}") for each in first)
+        if is_new and len(first) < _SHOWN_REASONS:
             first.append(f"{file}:{line}: {reason}")
 
     def close(self) -> None:

@@ -87,56 +87,76 @@ class Lengths:
         )
 
     def table(self, given: GivenLimits, limits: Limits) -> list[dict[str, Any]]:
-        """Return one row for each limit that is given or that rows have, for the data card."""
-        rows = []
-        for name, wanted, limit in zip(_FIELDS, given, limits, strict=False):
-            lengths = sorted(tokens for of_set in self.of[name].values() for tokens in of_set)
-            if wanted is None and not lengths and name != RESPONSE:
-                continue
-            source = "the data" if wanted is None else "the configuration"
-            if wanted is None and not lengths:
-                source = "the texts" if any(self.of[TEXT].values()) else "no row"
-            rows.append(
-                {
-                    "field": name,
-                    "tokens": limit,
-                    "from": source,
-                    "p99": _percentile(lengths, 99) if lengths else None,
-                    "longest": lengths[-1] if lengths else None,
-                    "longer": sum(tokens > limit for tokens in lengths),
-                }
-            )
-        return rows
-
-    def say(self, given: GivenLimits, limits: Limits) -> None:
-        """Log what the limits take away from each set: a warning from 1 % of its rows on."""
+        """Return one row for each set and limit that applies to its rows, and one for the responses that are
+        sampled, for the data card.
+        """
+        rows: list[dict[str, Any]] = []
         for name, limit in zip(_FIELDS, limits, strict=False):
             for set_name, lengths in self.of[name].items():
-                longer = sum(tokens > limit for tokens in lengths)
-                if not longer:
+                ordered = sorted(lengths)
+                if not ordered:
                     continue
-                share = longer / len(lengths)
-                level = logging.WARNING if share >= _SHOWN_SHARE else logging.INFO
-                log.log(
-                    level,
-                    "data.%s: %d of %d rows (%.1f %%) have %s; %s",
-                    set_name,
-                    longer,
-                    len(lengths),
-                    100 * share,
-                    _WHAT[name].format(limit=f"{name}={limit}"),
-                    self.why(name, set_name, given, limits),
+                measured_lengths = {
+                    "rows": len(ordered),
+                    "p50": _percentile(ordered, 50),
+                    "p99": _percentile(ordered, 99),
+                    "longest": ordered[-1],
+                }
+                source = self._source(name, given, limits)
+                longer = sum(tokens > limit for tokens in ordered)
+                rows.append(
+                    {"set": set_name, "field": name, **measured_lengths, "tokens": limit}
+                    | {"from": source, "longer": longer}
                 )
+        unmeasured = dict.fromkeys(("rows", "p50", "p99", "longest"))
+        source = NEW if given.new is not None else self._source(RESPONSE, given, limits)
+        rows.append(
+            {"set": "sampled", "field": NEW, **unmeasured, "tokens": limits.new}
+            | {"from": source, "longer": None}
+        )
+        return rows
 
-    def why(self, name: str, set_name: SetName, given: GivenLimits, limits: Limits) -> str:
-        """Return why the limit `name` leaves rows of a set out, and what to change."""
+    def _source(self, name: str, given: GivenLimits, limits: Limits) -> str:
+        """Return what decides about the limit `name`: its field, the context, the data or the default."""
+        index = _FIELDS.index(name)
+        if given[index] is not None:
+            return name
+        if limits[index] < self.needed(given)[index]:
+            return "the context"
+        has_rows = [any(self.of[each].values()) for each in (name, TEXT)]
+        return "the data" if any(has_rows) else "the default"
+
+    def say(self, given: GivenLimits, limits: Limits) -> None:
+        """Log what each limit takes away: a warning from 1 % of the rows of a set on."""
+        for name, limit in zip(_FIELDS, limits, strict=False):
+            longer = {
+                set_name: sum(tokens > limit for tokens in lengths)
+                for set_name, lengths in self.of[name].items()
+            }
+            sets = [set_name for set_name, number in longer.items() if number]
+            if not sets:
+                continue
+            shares = {set_name: longer[set_name] / len(self.of[name][set_name]) for set_name in sets}
+            parts = [
+                f"{longer[each]} of {len(self.of[name][each])} rows of data.{each} ({share:.1%})"
+                for each, share in shares.items()
+            ]
+            log.log(
+                logging.WARNING if max(shares.values()) >= _SHOWN_SHARE else logging.INFO,
+                "%s have %s; %s",
+                ", ".join(parts),
+                _WHAT[name].format(limit=f"{name}={limit}"),
+                self.why(name, sets, given, limits),
+            )
+
+    def why(self, name: str, sets: Sequence[SetName], given: GivenLimits, limits: Limits) -> str:
+        """Return why the limit `name` leaves rows of sets out, and what to change."""
         of_field = dict(zip((*_FIELDS, NEW), given, strict=True))
         limit = dict(zip(_FIELDS, limits, strict=False))[name]
         if of_field[name] is not None:
             context = f"; the model's context is {self.context}" if self.context < 2**31 else ""
-            return f"raise it: {self._needed_for(name, set_name)}{context}"
-        lengths = self.of[name]
-        if limit < max(map(_needed, lengths.values())):
+            return f"raise it: {self._needed_for(name, sets)}{context}"
+        if self._source(name, given, limits) == "the context":
             reason = f"the model's context of {self.context} tokens leaves no more"
             fix = "use a model with a longer one"
             for other in _SHARES_WITH[name]:
@@ -148,12 +168,13 @@ class Lengths:
             reason = f"{reason}; {fix}"
         else:
             reason = "the longest rows are outliers; set the field to keep them"
-        return f"{reason}: {self._needed_for(name, set_name)}"
+        return f"{reason}: {self._needed_for(name, sets)}"
 
-    def _needed_for(self, name: str, set_name: SetName) -> str:
-        """Return the values of the limit `name` that keep the rows of a set."""
-        lengths = sorted(self.of[name][set_name])
-        return f"{_percentile(lengths, 99)} keeps 99 % of the rows, {lengths[-1]} all"
+    def _needed_for(self, name: str, sets: Sequence[SetName]) -> str:
+        """Return the values of the limit `name` that keep the rows of the sets."""
+        lengths = [sorted(self.of[name][each]) for each in sets]
+        most = max(_percentile(each, 99) for each in lengths)
+        return f"{most} keeps 99 % of the rows, {max(each[-1] for each in lengths)} all"
 
 
 def _needed(lengths: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import LEAST_PROMPTS
-from rlhf_core.config.data import NEW, SETS, Limits, SetName, fitted_limits
+from rlhf_core.config.data import SETS, Limits, SetName, Source, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import Splits, build_card, card_markdown, card_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
@@ -27,6 +27,7 @@ from rlhf_core.data.examples import (
     SourceRecord,
     check_bad_share,
     check_rendered,
+    distinct_names,
     drop_repeats,
     encode_record,
     held_out,
@@ -104,7 +105,7 @@ def prepare(
     require_unchanged(template_digests(config), digests, config)
     card = prepared.card(config, digests)
     for warning in (
-        *_size_warnings(config, prepared.splits),
+        *size_warnings(config, prepared.splits),
         *card_warnings(card, config.data.eval_fraction),
     ):
         log.warning("%s", warning)
@@ -237,7 +238,6 @@ def _limits(config: PipelineConfig, lengths: Lengths) -> Limits:
             f" {overlong.buffer}; lower it, or set ppo.max_new_tokens"
         )
     shown = {row["field"]: row["tokens"] for row in lengths.table(config.given_limits, limits)}
-    shown[NEW] = limits.new
     log.info("limits in tokens: %s", ", ".join(f"{name} {value}" for name, value in shown.items()))
     return limits
 
@@ -346,7 +346,7 @@ def _check_enough(
     # The reasons of rows that a limit dropped have the name of its field.
     words = dict.fromkeys(" ".join(counts.dropped).split())
     fields = [word for word in words if word.startswith("data.")]
-    fixes = [f"{field}: {lengths.why(field, name, config.given_limits, limits)}" for field in fields]
+    fixes = [f"{field}: {lengths.why(field, [name], config.given_limits, limits)}" for field in fields]
     reasons = [f"{number} {reason}" for reason, number in counts.dropped.most_common()]
     if counts.bad:
         reasons.append(f"{counts.bad} malformed (quarantine.jsonl)")
@@ -357,9 +357,9 @@ def _check_enough(
     )
 
 
-def _size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
+def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
     """Yield warnings of too few prompts for the steps of PPO, for a champion, or to choose and judge the
-    policy, and of too few pairs to measure the reward model.
+    policy, and of too few pairs to measure the reward model. `splits` have all rows.
     """
     count = len(splits["prompts"]["train"])
     if config.ppo.enabled and 0 < count < config.ppo.prompts_per_step:
@@ -433,6 +433,32 @@ def _split(
         if excess > 0:
             del evaluation[config.data.max_eval :]
             counts[name].dropped["held out beyond data.max_eval"] += excess
+        train = _weighted(config, name, train, counts[name])
         counts[name].train, counts[name].eval = len(train), len(evaluation)
         splits[name] = {"train": train, "eval": evaluation}
     return splits
+
+
+def _weighted(
+    config: PipelineConfig, name: SetName, train: list[EncodedRecord], counts: SetCounts
+) -> list[EncodedRecord]:
+    """Return the training rows as often as the weights of their sources say: all rows of a source a whole
+    number of times, and for the rest a sample by the hashes of their texts. The copies follow all rows.
+    """
+    sources: tuple[Source, ...] = getattr(config.data, name)
+    if all(source.weight == 1.0 for source in sources):
+        return train
+    turns = [0] * len(train)
+    for source, shown_name in zip(sources, distinct_names(sources), strict=True):
+        rows = [at for at, item in enumerate(train) if item.example.source == shown_name]
+        if not rows:
+            continue
+        used = max(1, round(source.weight * len(rows)))
+        whole, rest = divmod(used, len(rows))
+        rows.sort(key=lambda at: split_position(config.data.split_seed, f"weight\x1f{train[at].text}"))
+        for rank, at in enumerate(rows):
+            turns[at] = whole + (rank < rest)
+        counts.weighted[shown_name] = (len(rows), used)
+    return [
+        item for turn in range(max(turns)) for item, most in zip(train, turns, strict=True) if turn < most
+    ]

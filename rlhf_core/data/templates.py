@@ -40,10 +40,14 @@ _OPENS = "<think>"
 _MARK = "\uf8ff"
 """A private-use character that shows where a text is in a rendering."""
 _NEUTRALISED = ("content", *_THOUGHT_FIELDS)
+TOOLS_TEMPLATE = "deployments/configs/tools-chat.jinja"
+"""The template of this package that renders tools, for models whose own one does not."""
 _LEFT_OUT = (
-    "use a model whose own template renders tools, or name one in data.chat_template; rows without calls can"
-    " be used without their tools: name `tools` in `ignore`"
+    f"set data.chat_template: {TOOLS_TEMPLATE}, which comes with this package, or another one that renders"
+    " tools; rows without calls can also be used without their tools: name `tools` in `ignore`"
 )
+_PROBED = ("probed_tool", "probed_call", "probed_result")
+"""A tool, a call and a result that no text mentions."""
 _FOREIGN_MARKS = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]"
 """Role marks of the chat templates of other models: <|im_start|>, [INST] and similar ones."""
 _CHARS_PER_TOKEN = 256
@@ -130,6 +134,8 @@ class Encoder:
         fields = [name for name in _THOUGHT_FIELDS if re.search(rf"[.'\"]{name}\b", text)]
         self._thought_field = fields[0] if fields else None
         self._last_prompt: tuple[tuple[Message, ...], str, list[int]] = ((), "", [])
+        self._not_rendered: Sequence[str] | None = None
+        """Those of `_PROBED` that the template leaves out; None: not tried yet."""
         self._mark_ids = self._control_ids
         """Special tokens, and other added tokens that the template itself writes."""
         if template == "chat":
@@ -301,15 +307,17 @@ class Encoder:
         thoughts of an answer in one of `spans`, which are those of the last answers. Thoughts before the last
         question may be missing, as they are when the policy answers.
         """
-        for name in _names(tools):
-            if name not in text:
-                raise EncodeError(f"the chat template leaves the tool {name!r} out; {_LEFT_OUT}")
+        tool, call, result = _PROBED
+        said = [(f"the tool {name!r}", name, tool) for name in _names(tools)]
         for message in messages:
-            names = _names(message.get("tool_calls"))
-            said = [*names, message["content"]] if message["role"] == "tool" else names
-            if missing := next((each for each in said if not _is_in(each.strip(), text)), None):
-                role = message["role"]
-                raise EncodeError(f"the chat template leaves {missing[:40]!r} of the {role} out; {_LEFT_OUT}")
+            for name in _names(message.get("tool_calls")):
+                said.append((f"the call of {name!r}", name, call))
+            if message["role"] == "tool":
+                content = message["content"].strip()
+                said.append((f"the result {content[:40]!r}", content, result))
+        for what, word, kind in said:
+            if not _is_in(word, text) or kind in self._left_out():
+                raise EncodeError(f"the chat template leaves {what} out; {_LEFT_OUT}")
         answers = [message for message in messages if message["role"] == "assistant"]
         for (start, end), message in zip(reversed(spans), reversed(answers), strict=False):
             thoughts = message.get(self._thought_field or "", "")
@@ -321,6 +329,23 @@ class Encoder:
                         f"the chat template leaves {part[:40]!r} of an answer out; use another one in"
                         " data.chat_template, or leave thoughts out with data.thoughts: drop"
                     )
+
+    def _left_out(self) -> Sequence[str]:
+        """Return those of `_PROBED` that the template does not render.
+
+        The text of a row does not show it: the name of a tool can be in it as a word, and is that of a call.
+        """
+        if self._not_rendered is None:
+            tool, call, result = _PROBED
+            function = {"name": tool, "description": "", "parameters": {"type": "object", "properties": {}}}
+            asked, answered = Message("user", _NEUTRAL), Message("assistant", _NEUTRAL)
+            calling = Message("assistant", "", calls=(Call(call, "{}"),))
+            messages = self._plain([asked, calling, Message("tool", result), answered])
+            self._not_rendered = ()
+            with suppress(EncodeError):  # a template may refuse these; rows tell why
+                text, _ = self._render(messages, [{"type": "function", "function": function}], generate=False)
+                self._not_rendered = [each for each in _PROBED if each not in text]
+        return self._not_rendered
 
     def _require_skeleton(
         self,

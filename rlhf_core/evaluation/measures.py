@@ -69,6 +69,8 @@ def results_of(evaluation: Mapping[str, Any], policy: PolicyStage) -> Mapping[st
 
 
 def endless_models(eos_rates: Mapping[str, float], titles: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each model whose responses never end, by its share of responses with EOS."""
-    found = [never_ends(rate, f"the {titles[name]} model") for name, rate in eos_rates.items()]
-    return [problem for problem in found if problem is not None]
+    """Return one sentence about the models whose responses never end, by the shares of those with EOS, or
+    none.
+    """
+    problem = never_ends({f"the {titles[name]} model": rate for name, rate in eos_rates.items()})
+    return [] if problem is None else [problem]

@@ -170,13 +170,19 @@ class ModelFolder:
         return sum(math.prod(entry["shape"]) for entry in self.tensors.values())
 
     @property
-    def has_chat_template(self) -> bool:
-        if (self.root / "chat_template.jinja").is_file():
-            return True
+    def chat_template(self) -> str:
+        """Text of the chat template, or of several with names; "" without one."""
+        file = self.root / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8", errors="replace")
         try:
-            return bool(self.read_json("tokenizer_config.json").get("chat_template"))
+            return str(self.read_json("tokenizer_config.json").get("chat_template") or "")
         except UnreadableJSON:
-            return False
+            return ""
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self.chat_template)
 
     @property
     def layer_names(self) -> set[str]:

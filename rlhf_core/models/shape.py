@@ -226,6 +226,18 @@ class ModelShape:
         return self.backbone_parameters + self.hidden
 
 
+def count_in_words(parameters: int) -> str:
+    """Return a number of parameters in words.
+
+    >>> count_in_words(444_352), count_in_words(1_235_814_400)
+    ('444 thousand', '1.24 billion')
+    """
+    for size, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {word}"
+    return str(parameters)
+
+
 def tiny_shape(tiny: TinyModel) -> ModelShape:
     """Return the shape of the model from scratch."""
     return ModelShape(

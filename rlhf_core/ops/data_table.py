@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from rlhf_core.data.prepare import Prepared
+
 ROWS = 1000
 """Rows of each source that are read: enough for a 99th percentile, and a few seconds."""
 _USES: dict[SetName, str] = {
@@ -32,6 +35,7 @@ _USES: dict[SetName, str] = {
     "preference": "pairs (preference)",
     "prompts": "prompts",
 }
+_LENGTHS = ("rows", "p50", "p99", "longest", "tokens")
 _SAMPLE_CHARS = 300
 _BAD_ROWS = 5
 
@@ -52,13 +56,17 @@ class DataTable:
     """The data card of these rows (`rlhf_core.data.card`)."""
     formats: dict[SetName, list[str]]
     """Formats of the rows of each set, the most frequent first."""
-    samples: dict[SetName, list[Part]]
-    """The first training row of each set, as the model reads it."""
+    samples: dict[SetName, list[list[Part]]]
+    """A training row of each set as the model reads it: of a pair, with each of its responses."""
     rows: int
     """Rows that were read of each source, at most."""
+    is_whole: bool
+    """Whether no source has more."""
     bad_rows: tuple[str, ...]
     """The first rows that cannot be read, with the reason."""
     warnings: tuple[str, ...]
+    shown: tuple[SetName, ...] = SETS
+    """The sets that the run uses."""
 
 
 def read_data(config_path: str | Path, overrides: Sequence[str] = (), rows: int = ROWS) -> DataTable:
@@ -66,9 +74,13 @@ def read_data(config_path: str | Path, overrides: Sequence[str] = (), rows: int 
 
     Raises an InputError if the stage would end with it.
     """
+    from rlhf_core.data.check import check_data
+
     with checking(str(config_path)):
         config = resolve(load_config(config_path, overrides)).config
-    return data_table(config, rows)
+        table = data_table(config, rows)
+        found = tuple(each for each in check_data(config) if isinstance(each, str))
+    return replace(table, warnings=found + table.warnings)
 
 
 def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
@@ -77,7 +89,7 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
     Raises DataError or ModelError with the source, the rule and a fix.
     """
     from rlhf_core.data.card import card_warnings
-    from rlhf_core.data.prepare import QUARANTINE, read_and_encode
+    from rlhf_core.data.prepare import QUARANTINE, read_and_encode, size_warnings
 
     limited = _limited(config, rows)
     with TemporaryDirectory() as folder, _warnings() as warnings:
@@ -87,15 +99,34 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
         bad_rows = _bad_rows(Path(folder) / QUARANTINE)
     warnings = [text for text in warnings if QUARANTINE not in text]
     warnings += card_warnings(card, config.data.eval_fraction)
+    is_whole = all(_read(card, name) < rows for name in SETS)
+    if is_whole:
+        warnings += size_warnings(config, prepared.splits)
     formats = {
         name: [kind for kind, _ in count.formats.most_common()] for name, count in prepared.counts.items()
     }
-    samples = {
-        name: _parts(split["train"][0].example, prepared.encoder.tokenizer)
-        for name, split in prepared.splits.items()
-        if split["train"]
-    }
-    return DataTable(card, formats, samples, rows, bad_rows, tuple(warnings))
+    sets = tuple(name for name in SETS if _read(card, name) and (name != "sft" or config.sft.enabled))
+    samples = _samples(prepared, sets)
+    return DataTable(card, formats, samples, rows, is_whole, bad_rows, tuple(warnings), sets)
+
+
+def _read(card: dict[str, Any], name: SetName) -> int:
+    """Return the number of rows of a set that were read."""
+    return int(card["counts"][name]["read"])
+
+
+def _samples(prepared: Prepared, sets: Sequence[SetName]) -> dict[SetName, list[list[Part]]]:
+    """Return the first training row of each set whose prompt no other sample has."""
+    samples: dict[SetName, list[list[Part]]] = {}
+    shown: set[str] = set()
+    for name in sets:
+        rows = prepared.splits[name]["train"]
+        if not rows:
+            continue
+        item = next((each for each in rows if each.key not in shown), rows[0])
+        shown.add(item.key)
+        samples[name] = _views(item.example, prepared.encoder.tokenizer)
+    return samples
 
 
 def _bad_rows(file: Path) -> tuple[str, ...]:
@@ -104,14 +135,19 @@ def _bad_rows(file: Path) -> tuple[str, ...]:
     return tuple(f"{row['source']}:{row['line']}: {row['reason']}" for row in rows)
 
 
-def _parts(example: SFTExample | PairExample | PromptExample, tokenizer: Any) -> list[Part]:
+def _views(example: SFTExample | PairExample | PromptExample, tokenizer: Any) -> list[list[Part]]:
     if isinstance(example, SFTExample):
-        ids, mask = example.input_ids, example.loss_mask
-    elif isinstance(example, PairExample):
-        ids = example.prompt_ids + example.chosen_ids
-        mask = (0,) * len(example.prompt_ids) + (1,) * len(example.chosen_ids)
-    else:
-        ids, mask = example.input_ids, (0,) * len(example.input_ids)
+        return [_parts(example.input_ids, example.loss_mask, tokenizer)]
+    if isinstance(example, PromptExample):
+        return [_parts(example.input_ids, (0,) * len(example.input_ids), tokenizer)]
+    prompt = example.prompt_ids
+    return [
+        _parts(prompt + ids, (0,) * len(prompt) + (1,) * len(ids), tokenizer)
+        for ids in (example.chosen_ids, example.rejected_ids)
+    ]
+
+
+def _parts(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[Part]:
     parts = []
     for learned, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1)):
         text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
@@ -154,20 +190,30 @@ def _warnings() -> Iterator[list[str]]:
 def show(table: DataTable, console: Console) -> None:
     """Print the tables, one sample of each set, and the warnings."""
     show_counts(table, console)
-    for name, parts in table.samples.items():
-        console.print(
-            f"\n{_USES[name]}, the first row as the model reads it, ⟦what is learned⟧:", style="bold"
-        )
-        console.print(_sample(parts))
+    for name, views in table.samples.items():
+        learned = "" if name == "prompts" else ", ⟦what is learned⟧"
+        console.print(f"\n{_USES[name]}, a row as the model reads it{learned}:", style="bold")
+        console.print(_sample(views[0]))
+        for view in views[1:]:
+            console.print("rejected:", style="bold")
+            console.print(_sample(view[-1:]))
     console.print()
     show_problems(table, console)
 
 
 def show_counts(table: DataTable, console: Console) -> None:
     """Print the tables of rows and of lengths."""
-    console.print(f"The first {table.rows:,} rows of each source:", highlight=False)
+    rows = "All rows" if table.is_whole else f"The first {table.rows:,} rows of each source"
+    console.print(f"{rows}, with the chat template {table.card['template_from']}:", highlight=False)
     console.print(_rows(table))
-    console.print(_tokens(table.card))
+    for row in table.card["weights"]:
+        console.print(
+            f"{row['field']} ({row['path']}), weight {row['weight']:g}: its {row['rows']:,} training rows are"
+            f" used as {row['used']:,}, {row['share']:.1%} of the set",
+            markup=False,
+            highlight=False,
+        )
+    console.print(_tokens(table))
 
 
 def show_problems(table: DataTable, console: Console) -> None:
@@ -183,11 +229,11 @@ def _rows(data: DataTable) -> Table:
 
     table = Table("set", "format", "read", "training", "held out")
     table.add_column("left out", overflow="fold")
-    for name in SETS:
+    for name in data.shown:
         count = data.card["counts"][name]
-        if not count["read"]:
-            continue
-        left_out = [f"{number:,} {reason}" for reason, number in count["dropped"].items()]
+        # The table of lengths has the fields of the limits.
+        reasons = {reason: re.sub(" longer than .*", " too long", reason) for reason in count["dropped"]}
+        left_out = [f"{number:,} {reasons[reason]}" for reason, number in count["dropped"].items()]
         if count["bad"]:
             left_out.append(f"{count['bad']:,} that cannot be read")
         numbers = (f"{count[key]:,}" for key in ("read", "train", "eval"))
@@ -195,14 +241,22 @@ def _rows(data: DataTable) -> Table:
     return table
 
 
-def _tokens(card: dict[str, Any]) -> Table:
+def _tokens(data: DataTable) -> Table:
     from rich.table import Table
 
-    table = Table("tokens", "99 % have", "longest", "limit", "from", "longer rows")
-    for row in card["limits"]["rows"]:
+    table = Table("tokens", "rows", "p50", "p99", "longest", "limit", "from")
+    table.add_column("longer", overflow="fold")
+    for row in data.card["limits"]["rows"]:
+        if row["set"] not in (*data.shown, "sampled"):
+            continue
         part = row["field"].removeprefix("data.max_").removesuffix("_tokens")
-        cells = ("" if row[key] is None else f"{row[key]:,}" for key in ("p99", "longest", "tokens"))
-        table.add_row(part, *cells, row["from"], f"{row['longer']:,}")
+        if row["longer"] is None:
+            what, longer = "sampled responses", ""
+        else:
+            fate = "cut" if part == "text" else "left out"
+            what, longer = f"{row['set']}: {part}", f"{row['longer']:,} {fate}" if row["longer"] else "none"
+        numbers = ("" if row[key] is None else f"{row[key]:,}" for key in _LENGTHS)
+        table.add_row(what, *numbers, row["from"], longer)
     return table
 
 

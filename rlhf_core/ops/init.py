@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rlhf_core.config.address import parse_address
+from rlhf_core.config.data import SetName, Source
 from rlhf_core.config.schema import FILE
-from rlhf_core.data.files import first_rows, list_files
-from rlhf_core.errors import ConfigError
+from rlhf_core.data.examples import to_record
+from rlhf_core.data.files import BadRow, first_rows, list_files
+from rlhf_core.data.formats import Record
+from rlhf_core.data.templates import TOOLS_TEMPLATE
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.files import exists
 
@@ -58,12 +62,31 @@ class Given:
     prompts: str | None = None
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What the first rows of the local files have."""
+
+    answers: bool
+    """Whether all prompts have a field `answer`."""
+    thoughts: bool
+    tools: bool
+
+
 def configuration(given: Given, name: str) -> str:
     """Return the text of a configuration named `name`. Raises ConfigError if a file is missing that the goal
-    needs.
+    needs, and DataError if no row of a file is what it was given for.
     """
-    answers = _has_answers(given.prompts)
-    _check(given, answers)
+    files: dict[SetName, tuple[str, str | None]] = {
+        "sft": ("--sft", given.sft),
+        "preference": ("--pairs", given.pairs),
+        "prompts": ("--prompts", given.prompts),
+    }
+    records: dict[SetName, Sequence[Record]] = {}
+    for set_name, (option, path) in files.items():
+        if path is not None:
+            records[set_name] = _first_records(option, set_name, path)
+    seen = _seen(records)
+    _check(given, seen.answers)
     return "\n".join(
         [
             f"# yaml-language-server: $schema={FILE}",
@@ -71,12 +94,41 @@ def configuration(given: Given, name: str) -> str:
             f"run: {{name: {name}}}",
             f"model: {{path: {_text(given.model)}}}",
             "",
-            *_data(given),
+            *_data(given, seen),
             "",
-            *_stages(given, answers),
+            *_stages(given, seen.answers),
             "",
         ]
     )
+
+
+def _first_records(option: str, name: SetName, path: str) -> Sequence[Record]:
+    """Return the first rows of a local file; none of another source. Raises DataError with the option."""
+    address = parse_address(path)
+    if address.kind != "local":
+        return []
+    try:
+        rows = [row for file in list_files(address, "train")[:1] for row in first_rows(file)]
+    except DataError as error:
+        raise DataError(f"{option}: {error.message}") from error
+    source = Source(path=path)
+    records = [to_record(row, source, name, path, "keep") for row in rows]
+    bad = [each for each in records if isinstance(each, BadRow)]
+    if bad and len(bad) == len(records):
+        raise DataError(f"{option} {path}: none of the first {len(bad)} rows can be used: {bad[0].reason}")
+    return [each.record for each in records if not isinstance(each, BadRow)]
+
+
+def _seen(records: Mapping[SetName, Sequence[Record]]) -> _Seen:
+    prompts = records.get("prompts", ())
+    thoughts = tools = False
+    for record in (each for of_set in records.values() for each in of_set):
+        answers = [answer for answer in (record.response, record.rejected) if answer is not None]
+        messages = [*record.messages, *record.prompt, *answers]
+        thoughts = thoughts or any(message.thoughts for message in messages)
+        tools = tools or bool(record.tools) or any(message.calls for message in messages)
+    answered = bool(prompts) and all(record.meta.get("answer") is not None for record in prompts)
+    return _Seen(answered, thoughts, tools)
 
 
 def _check(given: Given, answers: bool) -> None:
@@ -95,11 +147,16 @@ def _check(given: Given, answers: bool) -> None:
         )
 
 
-def _data(given: Given) -> Iterator[str]:
+def _data(given: Given, seen: _Seen) -> Iterator[str]:
     """Yield the section `data`."""
     yield "data:"
-    if exists(given.model) and not ModelFolder(given.model).has_chat_template:
+    template = ModelFolder(given.model).chat_template if exists(given.model) else None
+    if seen.tools and template is not None and "tools" not in template:
+        yield f"  chat_template: {TOOLS_TEMPLATE}    # the rows have tools, which the model's own leaves out"
+    elif template == "":
         yield "  template: plain    # the tokenizer has no chat template"
+    if seen.thoughts:
+        yield "  thoughts: keep     # the answers have thoughts; drop leaves them out"
     if given.sft is not None:
         yield f"  sft: [{{path: {_text(given.sft)}}}]"
     elif given.pairs is not None and not _is_start(given):
@@ -131,6 +188,7 @@ def _stages(given: Given, answers: bool) -> Iterator[str]:
     elif rates is not None:
         yield f"reward: {{optimizer: {{learning_rate: {rates.reward}}}}}"
     if given.goal == "dpo":
+        yield "# DPO learns from the pairs. The reward model, trained on them too, judges the result."
         yield "ppo: {enabled: false}"
         rate = "" if rates is None else f", optimizer: {{learning_rate: {rates.dpo}}}"
         yield f"dpo: {{enabled: true{rate}}}"
@@ -145,7 +203,7 @@ def _stages(given: Given, answers: bool) -> Iterator[str]:
     yield "  rewards:"
     if answers:
         yield "    - {type: answer}       # 1 if the final answer is that of the row's field `answer`"
-    else:
+    if given.pairs is not None:
         yield "    - {type: model}        # the reward model that is trained on the pairs"
 
 
@@ -173,14 +231,3 @@ def _is_start(given: Given) -> bool:
     if any(word in name for word in ("instruct", "-it", "chat")):
         return True
     return given.pairs is None and exists(given.model) and ModelFolder(given.model).has_chat_template
-
-
-def _has_answers(source: str | None) -> bool:
-    """Return whether the first rows of a local source of prompts have a field `answer`."""
-    if source is None:
-        return False
-    address = parse_address(source)
-    if address.kind != "local":
-        return False
-    rows = [row for file in list_files(address, "train")[:1] for row in first_rows(file)]
-    return bool(rows) and all(row.data.get("answer") is not None for row in rows)

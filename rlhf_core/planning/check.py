@@ -14,7 +14,7 @@ from rlhf_core.config.placement import TRAINED
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.models.folder import ModelFolder, base_model_shape
-from rlhf_core.models.shape import ModelShape, tiny_shape
+from rlhf_core.models.shape import ModelShape, count_in_words, tiny_shape
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
 from rlhf_core.planning.fit import compare_memory, stages_with
@@ -241,7 +241,7 @@ def small_model_rates(config: PipelineConfig) -> Iterator[str]:
     if low and shape is not None and shape.parameters < _SMALL_MODEL:
         names = ", ".join(f"{each.field} ({each.rate:g})" for each in low)
         yield (
-            f"model.path: the model has {shape.parameters / 1e6:.1f} million parameters, but {names}: values"
+            f"model.path: the model has {count_in_words(shape.parameters)} parameters, but {names}: values"
             " for billions of parameters, with which a small model learns little; raise them"
         )
 

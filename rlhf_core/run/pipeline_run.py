@@ -308,7 +308,8 @@ class PipelineRun:
         if mlflow_run_id is not None:
             addresses["MLflow"] = self.tracking.url(mlflow_run_id)
             if (runs := self.tracking.runs_url()) is not None:
-                addresses["all runs"] = runs
+                is_served = addresses["MLflow"].startswith("http")
+                addresses["all runs" if is_served else "all runs, while that command runs"] = runs
         for stage, record in self.records.items():
             if (report := STAGES[stage].report) is not None:
                 addresses["report"] = f"{record.ref.uri}/{report}"

@@ -380,7 +380,10 @@ def stage_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("", "", no_wrap=True)
     table.add_column("results", "", overflow="fold")
     for name, entry in summary["stages"].items():
-        table.add_row(name, _time(entry), entry["how"], headline(name, entry["metrics"]))
+        numbers = headline(name, entry["metrics"])
+        if name == "sft" and "eval_loss" not in entry["metrics"]:
+            numbers = f"the base model, not trained  {numbers}"
+        table.add_row(name, _time(entry), entry["how"], numbers)
     return table
 
 

@@ -129,7 +129,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         metrics |= judge.metrics()
     if not best and not by_people:
         log.warning("no answer of %d is a demonstration: %s is empty", total, BEST)
-    if problem := never_ends(metrics["eos_rate"], "the model that answers"):
+    if problem := never_ends({"the model that answers": metrics["eos_rate"]}):
         log.warning("%s", problem)
     context.metrics.log_metrics(prefixed("sample/", metrics), 0)
     context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])

@@ -69,7 +69,8 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     context.metrics.flush()
     if samples:
         metrics["eos_rate"] = sum(sample["finished"] for sample in samples) / len(samples)
-        if problem := never_ends(metrics["eos_rate"], "the SFT model"):
+        model = "the SFT model" if config.sft.enabled else "the base model"
+        if problem := never_ends({model: metrics["eos_rate"]}):
             log.warning("%s", problem)
     return StageResult(metrics)
 

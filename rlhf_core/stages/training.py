@@ -12,7 +12,6 @@ is about the pairs of `reward`, `judge` and `dpo`.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ import torch
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
-from rlhf_core.config.data import never_ends
 from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.data.card import sources_of_models
 from rlhf_core.data.dataset import load_pairs
@@ -43,8 +41,6 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed, epoch_batches
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PairExample, StageContext
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Row = TypeVar("Row")
@@ -185,11 +181,6 @@ def train_on_ranks(
     """
     from rlhf_core.cluster.ranks import run_ranks
 
-    # The stages that learn from pairs start from the SFT model.
-    if "sft" in context.input_refs:
-        problem = never_ends(context.input_refs["sft"].metrics.get("eos_rate", 1.0), "the SFT model")
-        if problem is not None:
-            log.warning("%s", problem)
     metrics: dict[str, float] = run_ranks(
         train_with_threads,
         settings.deepspeed.ranks,

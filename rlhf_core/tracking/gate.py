@@ -322,7 +322,8 @@ def _by_match(
     if match.prompts < gate.min_prompts:
         return _too_few(words, gate)
     if not _asked_champions_judge(match, champion):
-        text = f"{words}; the champion was judged by {_judge_name(champion)}, which did not judge this match"
+        other = f"another judge ({_judge_name(champion)}), which did not judge this match"
+        text = f"{words}; the champion was judged by {other}"
         return Decision(False, "judge", text, advice=BY_A_PERSON)
     text = f"{words}; evidence {_evidence(match.log_evidence)}"
     if match.away_win_rate is not None:
@@ -445,7 +446,7 @@ def _too_few(words: str, gate: Gate) -> Decision:
 def _judge_name(record: Evaluation) -> str:
     if record.judge is None:
         return "an unknown judge"
-    return f"{record.judge.replace('_', ' ')} {(record.judge_digest or 'unknown')[:12]}"
+    return record.judge.replace("_", " ")
 
 
 def _mean(value: Any) -> float | None:

@@ -260,7 +260,7 @@ class StageRun:
     def log_answers(self, rows: list[AnsweredPrompt]) -> None:
         """Log prompts with answers as traces of the run, which MLflow's pages search and sort."""
         with self._lock:
-            self._spool.add_text(json.dumps([asdict(row) for row in rows]), _ANSWERS)
+            self._spool.add_bytes(json.dumps([asdict(row) for row in rows]).encode(), _ANSWERS)
 
     def log_file(self, path: Path, folder: str = "") -> None:
         """Log a small file, such as a report, as an artifact of the run."""

@@ -19,7 +19,7 @@ from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
-from rlhf_core.models.shape import ModelShape, known_models, known_shape
+from rlhf_core.models.shape import ModelShape, count_in_words, known_models, known_shape
 from rlhf_core.ops.data_table import DataTable, data_table, show_counts, show_problems
 from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.rows import StageWork, stage_work, why_unread
@@ -262,7 +262,7 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
     for doubt in plan.warnings:
         say(f"warning: {doubt}", soft_wrap=True)
     say(
-        f"{config.model.path or 'a model from scratch'}: {shape.parameters / 1e9:.3g} billion parameters, "
+        f"{config.model.path or 'a model from scratch'}: {count_in_words(shape.parameters)} parameters, "
         f"{shape.layers} layers, width {shape.hidden}\n"
     )
     _say_rows(plan, console, say)
@@ -272,7 +272,7 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
         say(_memory_table(plan))
         if not device.is_cpu:
             _say_cache(plan, say)
-    sizes = ", ".join(f"{stage} {_gigabytes(size)}" for stage, size in plan.checkpoints.items())
+    sizes = ", ".join(f"{stage} {_bytes_in_words(size)}" for stage, size in plan.checkpoints.items())
     say(f"checkpoints: {sizes}")
     if details:
         _say_phases(plan, say)
@@ -403,8 +403,11 @@ def _say_cache(plan: Plan, say: Say) -> None:
         say(f"host memory for offloaded optimizer state: {needed / GIB:.0f} GiB {each}in {stage}")
 
 
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.3g} GB" if size < 1e12 else f"{size / 1e12:.3g} TB"
+def _bytes_in_words(size: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e6:.3g} MB"
 
 
 def _say_rows(plan: Plan, console: Console, say: Say) -> None:

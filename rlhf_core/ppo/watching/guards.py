@@ -245,7 +245,7 @@ class Guards:
         """Warn if the SFT model's responses never end. The condition of `eos_loss` does not show it: the
         share of responses with EOS must fall, which it cannot do from 0.
         """
-        problem = never_ends(metrics.get("rollout/eos_rate", 1.0), "the SFT model")
+        problem = never_ends({"the SFT model": metrics.get("rollout/eos_rate", 1.0)})
         if problem is not None and self._ppo.guards.get("eos_loss") != "off":
             alarm("eos_loss", f"step {step}: guard eos_loss: {problem}")
 

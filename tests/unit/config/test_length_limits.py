@@ -88,8 +88,11 @@ def test_an_item_that_is_added_to_a_missing_list_is_its_only_one() -> None:
 
 
 def test_a_model_that_never_ends_its_responses_is_named_with_a_fix() -> None:
-    assert never_ends(0.05, "the SFT model") is None
-    problem = never_ends(0.01, "the SFT model")
+    assert never_ends({"the SFT model": 0.05}) is None
+    problem = never_ends({"the SFT model": 0.01, "the judge": 0.5})
     assert problem is not None
     assert problem.startswith("1.0% of the responses of the SFT model end with EOS; the others are cut at")
     assert "Raise ppo.max_new_tokens" in problem
+    both = never_ends({"the SFT model": 0.01, "the PPO model": 0.0})
+    assert both is not None
+    assert "1.0% of the responses of the SFT model and 0.0% of those of the PPO model end with EOS" in both

@@ -9,13 +9,15 @@ Rules:
 - where a template renders an earlier answer otherwise than the last one, each answer is a sequence of its
   own;
 - calls of tools and thoughts are trained, tools and results are not;
-- what a template leaves out is a reason to refuse the row;
+- what a template leaves out is a reason to refuse the row, also if another text of the row mentions it;
+- the template of this package renders tools and thoughts with any tokenizer;
 - a result follows the call that it names, whatever ids the data have;
 - thoughts that are dropped are in no response, or the template is refused.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +27,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.data.messages import Call, Message, tools_of
-from rlhf_core.data.templates import Encoded, EncodeError, Encoder
+from rlhf_core.data.templates import TOOLS_TEMPLATE, Encoded, EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_decoder, write_response_prefix
 from rlhf_core.errors import ModelError
+from rlhf_core.system.shipped import shipped
 from tests.unit.data.data_samples import CHATML, TEXTS
 
 ASK, ANSWER = Message("user", "Is it late?"), Message("assistant", "It is noon.")
@@ -114,9 +117,15 @@ def talk(user: str, assistant: str, end: str = "", start: str = "") -> tuple[str
     return (f"{start}{asked}{said}{end}{again}{later}",)
 
 
+OWN = "tools-chat.jinja, of this package"
 CHAT = ("<|im_start|>user\n§<|im_end|>\n", "<|im_start|>assistant\n⟦§<|im_end|>⟧", "\n")
 ZEPHYR = ("<|user|>\n§{{ eos_token }}\n", "<|assistant|>\n§{{ eos_token }}\n", "<|assistant|>\n")
 FAMILIES = {
+    OWN: Family(
+        shipped(TOOLS_TEMPLATE).read_text(),
+        "</s>",
+        talk("<|im_start|>user\n§<|im_end|>\n", "<|im_start|>assistant\n⟦§</s>⟧", "\n", "<bos>"),
+    ),
     "ChatML (Qwen2.5, Yi, SmolLM2, Hermes)": Family(CHATML, "<|im_end|>", talk(*CHAT)),
     "InternLM2": Family("{{ bos_token }}" + CHATML, "<|im_end|>", talk(*CHAT, start="<bos>")),
     "Llama 3.x": Family(
@@ -339,6 +348,23 @@ def test_thoughts_and_calls_are_trained_as_the_template_of_the_model_writes_them
     assert "It says twelve." not in last and "⟦<think>\nOne more.\n</think>\n\nIt is one.<|im_end|>⟧" in last
 
 
+def test_the_template_of_this_package_renders_tools_calls_results_and_thoughts_for_any_tokenizer() -> None:
+    encoder = encoder_of(OWN)
+    talk_ = [Message("system", "Be brief."), ASK, CALLED, RESULT, SAID, AGAIN, LATER]
+    [encoded] = encoder.conversations(talk_, TOOLS)
+    text = shown(encoder, encoded)
+    system, _, rest = text.partition("</tools><|im_end|>\n")
+    assert system.startswith("<bos><|im_start|>system\nBe brief.\n\nFunctions, called as <tool_call>")
+    assert system.endswith(f"<tools>\n{json.dumps(json.loads(TOOLS)[0])}\n")
+    assert rest == (
+        "<|im_start|>user\nIs it late?<|im_end|>\n<|im_start|>assistant\n"
+        f"⟦<think>\nI look.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call></s>⟧\n"
+        "<|im_start|>user\n<tool_response>\n12:00\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "⟦<think>\nIt says twelve.\n</think>\n\nIt is noon.</s>⟧\n"
+        "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n⟦It is one.</s>⟧"
+    )
+
+
 def test_thoughts_close_the_block_that_the_prompt_opens() -> None:
     encoder = encoder_of("DeepSeek R1, QwQ")
     [encoded] = encoder.conversations([ASK, SAID])
@@ -372,7 +398,17 @@ REFUSED: dict[str, tuple[str, Callable[[Encoder], object], str]] = {
     "calls": (
         "Vicuna",
         lambda it: it.conversations([ASK, Message("assistant", "", calls=CALLED.calls)]),
-        "leaves 'clock' of the assistant out",
+        "leaves the call of 'clock' out",
+    ),
+    "a tool that the question mentions": (
+        "Zephyr, Tulu",
+        lambda it: it.prompt([Message("user", "What says the clock?")], TOOLS),
+        "leaves the tool 'clock' out; set data.chat_template: deployments/configs/tools-chat.jinja",
+    ),
+    "a call that the answer mentions": (
+        "Vicuna",
+        lambda it: it.conversations([ASK, Message("assistant", "The clock knows.", calls=CALLED.calls)]),
+        "leaves the call of 'clock' out",
     ),
     "thoughts beside calls": (
         "Llama 3.x",

@@ -13,6 +13,7 @@ Rules:
 - a number `margin` of a pair is kept; where the reward model needs it, rows without one stop the run at once,
   as do prompts without the answer that a reward looks for;
 - there is a warning if a step takes more prompts than there are;
+- a weight uses the training rows of a source exactly that many times, and never the held-out ones;
 - the stage logs its card; the card shows text that cannot become markup.
 """
 
@@ -32,7 +33,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, GivenLimits, Limits, Source, fitted_limits
+from rlhf_core.config.data import NEW, PROMPT, RESPONSE, TEXT, GivenLimits, Limits, Source, fitted_limits
+from rlhf_core.config.keys import stage_key
 from rlhf_core.data import examples
 from rlhf_core.data.card import _sources as card_sources
 from rlhf_core.data.card import card_markdown, limits_of, overlap, sources_of_models
@@ -80,6 +82,12 @@ def pairs(number: int) -> list[dict[str, Any]]:
 def prepared(config: PipelineConfig, out: Path) -> dict[str, Any]:
     out.mkdir(exist_ok=True)
     return prepare(config, out, lambda done, total: None)
+
+
+def row_of(card: dict[str, Any], name: str, field: str) -> dict[str, Any]:
+    """Return the row of the limits of a card for a set and a field."""
+    [row] = [row for row in card["limits"]["rows"] if (row["set"], row["field"]) == (name, field)]
+    return dict(row)
 
 
 @pytest.fixture(scope="module")
@@ -365,29 +373,40 @@ def test_from_one_percent_on_rows_that_a_limit_drops_are_a_warning_with_the_valu
     made[0]["chosen"] += " and more" * 30
     card = prepared(files(tmp_path, made, max_response_tokens=20), tmp_path / "out")
     [found] = [
-        record
-        for record in caplog.records
-        if record.getMessage().startswith(f"data.preference: 1 of {rows} rows")
+        record for record in caplog.records if f"1 of {rows} rows of data.preference (" in record.getMessage()
     ]
     assert (found.levelname == "WARNING") == is_warned
-    longest = card["limits"]["rows"][1]["longest"]
-    assert longest > 20
+    row = row_of(card, "preference", RESPONSE)
+    longest = row["longest"]
+    assert longest > 20 and row["from"] == RESPONSE
     assert "longer than data.max_response_tokens=20 and are left out; raise it: " in found.getMessage()
     assert f"keeps 99 % of the rows, {longest} all" in found.getMessage()
-    assert not any(record.getMessage().startswith("data.prompts: 1 of") for record in caplog.records), (
-        "their responses are not read"
-    )
+    assert "data.prompts" not in found.getMessage(), "their responses are not read"
+
+
+def test_one_warning_of_a_limit_has_all_sets_and_says_that_the_context_decides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = pairs(40)
+    for pair in made[:8]:
+        pair["chosen"] += " and more" * 400
+    card = prepared(files(tmp_path, made), tmp_path / "out")
+    row = row_of(card, "preference", RESPONSE)
+    assert row["rows"] == 40 and row["p50"] < row["tokens"] < row["p99"]
+    assert row["from"] == "the context"
+    [found] = [text for text in caplog.messages if "have a response longer" in text]
+    assert "8 of 40 rows of data.sft (20.0%), 8 of 40 rows of data.preference (20.0%)" in found
+    assert "the model's context of 256 tokens leaves no more; use a model with a longer one: " in found
 
 
 def test_without_limits_every_row_within_the_context_is_kept(tmp_path: Path) -> None:
     made = pairs(30)
     made[0]["chosen"] += " and more" * 50  # more than the 64 tokens of the demo
     card = prepared(files(tmp_path, made), tmp_path / "out")
-    limits = {row["field"]: row for row in card["limits"]["rows"]}
-    response = limits["data.max_response_tokens"]
+    response = row_of(card, "preference", RESPONSE)
     assert response["from"] == "the data"
     assert response["tokens"] == response["longest"] > 64
-    assert [row["longer"] for row in limits.values()] == [0, 0]
+    assert [row["longer"] for row in card["limits"]["rows"]] == [0, 0, 0, 0, 0, None]
     assert card["limits"]["new"] == response["tokens"], "ppo.max_new_tokens follows"
     assert limits_of(tmp_path / "out")._asdict() == {
         name: card["limits"][name] for name in ("prompt", "response", "text", "new")
@@ -399,7 +418,7 @@ def test_one_row_that_is_far_longer_than_all_others_does_not_decide_the_limit(tm
     made = pairs(300)
     made[0]["chosen"] += " and more" * 40
     card = prepared(files(tmp_path, made), tmp_path / "out")
-    row = card["limits"]["rows"][1]
+    row = row_of(card, "preference", RESPONSE)
     assert row["tokens"] == 2 * row["p99"] < row["longest"]
     assert card["counts"]["preference"]["dropped"] == {"response longer than data.max_response_tokens": 1}
 
@@ -759,8 +778,61 @@ def test_questions_alone_leave_room_for_answers() -> None:
     lengths.add("prompts", {PROMPT: 100})
     limits = fitted_limits(nothing, lengths.needed(nothing), 512)
     assert limits == Limits(100, 412, 1, 412)
-    rows = {row["field"]: row["from"] for row in lengths.table(nothing, limits)}
-    assert rows[RESPONSE] == "no row"
+    prompts, sampled = lengths.table(nothing, limits)
+    assert (prompts["set"], prompts["from"]) == ("prompts", "the data")
+    assert (sampled["field"], sampled["tokens"], sampled["from"]) == (NEW, 412, "the context")
+    roomy = fitted_limits(nothing, lengths.needed(nothing), 4096)
+    assert lengths.table(nothing, roomy)[-1]["from"] == "the default"
+    assert lengths.table(nothing._replace(new=64), limits)[-1]["from"] == NEW
     assert lengths.needed(nothing._replace(new=64)).response == 64
     lengths.add("sft", {TEXT: 200})
     assert lengths.needed(nothing).response == 200, "as long as the texts"
+
+
+def weighted(folder: Path, *weights: float) -> tuple[dict[str, Any], list[list[str]]]:
+    """Prepare two files of 40 and 20 pairs with these weights. Return the card and, for each file, the
+    prompts of its training pairs in their order.
+    """
+    made = pairs(60)
+    for name, rows in (("a", made[:40]), ("b", made[40:])):
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    sources: list[dict[str, Any]] = [{"path": str(folder / "a.jsonl")}, {"path": str(folder / "b.jsonl")}]
+    for source, weight in zip(sources, weights, strict=False):
+        source["weight"] = weight
+    data = {"sft": sources[:1], "preference": sources, "prompts": sources[:1]}
+    out = folder / "-".join(map(str, ("out", *weights)))
+    card = prepared(configure(data=data), out)
+    found = list(load_pairs(out, "train"))
+    return card, [[pair.prompt for pair in found if pair.source == f"{name}.jsonl"] for name in ("a", "b")]
+
+
+def test_a_weight_uses_training_rows_a_whole_number_of_times_and_a_fixed_sample_of_the_rest(
+    tmp_path: Path,
+) -> None:
+    plain, (once, other) = weighted(tmp_path)
+    card, (first, second) = weighted(tmp_path, 2.5, 0.5)
+    assert len(first) == round(2.5 * len(once)) and len(second) == round(0.5 * len(other))
+    times = Counter(first)
+    assert set(times.values()) == {2, 3} and times.keys() == set(once)
+    assert len(set(second)) == len(second) and set(second) < set(other)
+    assert first[: len(once)] == once, "the copies follow all rows"
+    a, b = (row for row in card["weights"] if row["field"].startswith("data.preference"))
+    assert (a["rows"], a["used"], b["used"]) == (len(once), len(first), len(second))
+    assert a["share"] == len(first) / (len(first) + len(second))
+    assert card["counts"]["preference"]["train"] == len(first) + len(second)
+    assert card["counts"]["preference"]["eval"] == plain["counts"]["preference"]["eval"]
+    assert f"| data.preference[0] | 2.5 | {len(once)} | {len(first)} |" in card_markdown(card)
+
+
+def test_a_weight_of_one_changes_no_file_and_no_key(tmp_path: Path) -> None:
+    plain, _ = weighted(tmp_path)
+    ones, _ = weighted(tmp_path, 1.0, 1.0)
+    assert plain["weights"] == ones["weights"] == []
+    names = [file.name for file in (tmp_path / "out").iterdir() if file.suffix == ".parquet"]
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "out-1.0-1.0" / name).read_bytes()
+    keys = []
+    for weight in ({}, {"weight": 1}, {"weight": 2}):
+        config = configure(data={**GENERATED, "sft": [{"path": "synthetic", **weight}]})
+        keys.append(stage_key(config, "data", {}, {}))
+    assert keys[0] == keys[1] != keys[2]

@@ -62,6 +62,14 @@ def records_of(config: PipelineConfig, folder: Path, name: SetName) -> tuple[lis
     return found, counts
 
 
+def test_a_reason_of_bad_rows_is_said_once(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "completion": ""}] * 3 + [{"prompt": "", "completion": "a"}]
+    with pytest.raises(DataError) as caught:
+        records_of(configure(tmp_path, rows), tmp_path, "sft")
+    assert caught.value.message.count("'completion' is empty") == 1
+    assert "rows.jsonl:1: " in caught.value.message and "rows.jsonl:4: " in caught.value.message
+
+
 def test_answers_that_are_marked_as_bad_are_no_demonstrations_and_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

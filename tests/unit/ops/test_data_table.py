@@ -10,8 +10,10 @@ import pytest
 import yaml
 from rich.console import Console
 
+from rlhf_core.config.load import load_config
+from rlhf_core.data.check import check_data
 from rlhf_core.errors import DataError
-from rlhf_core.ops.data_table import read_data, show
+from rlhf_core.ops.data_table import data_table, read_data, show
 
 PAIRS = [
     {"prompt": f"Name bird {number}.", "chosen": f"A robin {number}.", "rejected": "Bird bird."}
@@ -45,9 +47,74 @@ def test_only_the_first_rows_are_read(tmp_path: Path) -> None:
 
 
 def test_a_sample_shows_which_part_is_learned(tmp_path: Path) -> None:
-    prompt, response = read_data(config_of(tmp_path, PAIRS)).samples["preference"]
+    [[prompt, response]] = read_data(config_of(tmp_path, PAIRS)).samples["sft"]
     assert "Name bird" in prompt.text and not prompt.learned
     assert "A robin" in response.text and response.learned
+
+
+def test_the_sample_of_pairs_has_both_responses_and_no_prompt_is_shown_twice(tmp_path: Path) -> None:
+    table = read_data(config_of(tmp_path, PAIRS))
+    chosen, rejected = table.samples["preference"]
+    assert chosen[0] == rejected[0]
+    assert "A robin" in chosen[1].text and "Bird bird." in rejected[1].text
+    assert len({views[0][0].text for views in table.samples.values()}) == 3
+    out = io.StringIO()
+    show(table, Console(file=out, width=120))
+    assert "rejected:\n⟦Bird bird." in out.getvalue()
+
+
+def test_what_the_stage_warns_of_is_said_if_all_rows_are_read(tmp_path: Path) -> None:
+    config = config_of(tmp_path, PAIRS)
+    whole, beginning = read_data(config), read_data(config, rows=20)
+    assert whole.is_whole and not beginning.is_whole
+    warning = "fewer than register.min_prompts"
+    assert any(warning in each for each in whole.warnings)
+    assert not any(warning in each for each in beginning.warnings), "more of the file may be held out"
+
+
+def test_what_the_check_of_sources_warns_of_is_said(tmp_path: Path) -> None:
+    config = config_of(tmp_path, PAIRS)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (tmp_path / "pairs.jsonl").rename(folder / "train.jsonl")
+    (folder / "test.jsonl").write_text(json.dumps(PAIRS[0]) + "\n")
+    config.write_text(config.read_text().replace("pairs.jsonl", "rows"))
+    assert any("1 of 2 files" in each for each in read_data(config).warnings)
+
+
+def test_lengths_have_a_line_for_each_set_with_the_origin_of_the_limit(tmp_path: Path) -> None:
+    out = io.StringIO()
+    show(read_data(config_of(tmp_path, PAIRS), ["data.max_response_tokens=5"]), Console(file=out, width=140))
+    lines = {line.split("│")[1].strip(): line for line in out.getvalue().splitlines() if "│" in line}
+    assert {"sft: prompt", "preference: prompt", "prompts: prompt", "sampled responses"} <= set(lines)
+    assert "the data" in lines["sft: prompt"]
+    assert "data.max_response_tokens" in lines["preference: response"]
+
+
+def test_demonstrations_that_are_not_trained_are_in_no_table(tmp_path: Path) -> None:
+    config = load_config(config_of(tmp_path, PAIRS))
+    # Without its validation, which wants a model to start from.
+    off = config.model_copy(update={"sft": config.sft.model_copy(update={"enabled": False})})
+    assert any("data.sft: its rows are not trained" in str(each) for each in check_data(off))
+    out = io.StringIO()
+    show(data_table(off, rows=30), Console(file=out, width=140))
+    assert "sft" not in out.getvalue() and "preference: prompt" in out.getvalue()
+
+
+def test_what_a_weight_does_is_said(tmp_path: Path) -> None:
+    out = io.StringIO()
+    show(read_data(config_of(tmp_path, PAIRS), ["data.sft.0.weight=2"]), Console(file=out, width=400))
+    [line] = [line for line in out.getvalue().splitlines() if "weight 2" in line]
+    assert line.startswith("data.sft[0] (") and line.endswith("rows are used as 72, 100.0% of the set")
+
+
+def test_the_chat_template_is_named(tmp_path: Path) -> None:
+    config = config_of(tmp_path, PAIRS)
+    assert read_data(config, rows=20).card["template_from"] == "of models from scratch"
+    ours = "deployments/configs/tools-chat.jinja"
+    found = read_data(config, [f"data.chat_template={ours}"], rows=20).card["template_from"]
+    assert found.endswith("tools-chat.jinja")
+    assert "data.template: plain" in read_data(config, ["data.template=plain"], 20).card["template_from"]
 
 
 def test_what_would_end_the_stage_ends_the_command_with_the_same_message(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import yaml
 
 from rlhf_cli import init
 from rlhf_cli.main import main
+from rlhf_core.config.consistency import check_consistency
 from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.errors import ConfigError
+from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.ops.init import Given, configuration, rates_of
 from tests.support.model_folder import model_folder
 
@@ -24,6 +25,20 @@ def loaded(tmp_path: Path, given: Given) -> PipelineConfig:
     file = tmp_path / "my.yaml"
     file.write_text(configuration(given, "my"))
     return load_config(file)
+
+
+def write(folder: Path, name: str, *rows: dict[str, object]) -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "pairs.jsonl", {"prompt": "Hi", "chosen": "Hello.", "rejected": "No."})
+    write(tmp_path, "texts.jsonl", {"text": "Hello."})
+    write(tmp_path, "answers.jsonl", {"prompt": "1 + 1?", "answer": "2"})
 
 
 @pytest.fixture
@@ -41,28 +56,29 @@ def instruct(tmp_path: Path) -> str:
 def test_pairs_alone_are_demonstrations_pairs_and_prompts(tmp_path: Path, base: str) -> None:
     config = loaded(tmp_path, Given(base, "ppo", pairs="pairs.jsonl"))
     for sources in (config.data.sft, config.data.preference, config.data.prompts):
-        assert [source.path for source in sources] == ["pairs.jsonl"]
+        assert [source.path for source in sources] == [str(tmp_path / "pairs.jsonl")]
 
 
 def test_each_file_is_read_as_what_it_was_given_for(tmp_path: Path, base: str) -> None:
     config = loaded(tmp_path, Given(base, "ppo", "texts.jsonl", "pairs.jsonl", "s3://b/prompts.jsonl"))
     found = [config.data.sft[0].path, config.data.preference[0].path, config.data.prompts[0].path]
-    assert found == ["texts.jsonl", "pairs.jsonl", "s3://b/prompts.jsonl"]
+    assert found == [str(tmp_path / "texts.jsonl"), str(tmp_path / "pairs.jsonl"), "s3://b/prompts.jsonl"]
 
 
 def test_prompts_with_answers_are_rewarded_by_them(tmp_path: Path, base: str) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
-    config = loaded(tmp_path, Given(base, "grpo", "texts.jsonl", prompts=str(prompts)))
+    config = loaded(tmp_path, Given(base, "grpo", "texts.jsonl", prompts="answers.jsonl"))
     assert config.ppo.algorithm == "grpo"
     assert [reward.type for reward in config.ppo.rewards] == ["answer"]
     assert not config.reward.enabled
+    with_pairs = loaded(tmp_path, Given(base, "grpo", pairs="pairs.jsonl", prompts="answers.jsonl"))
+    assert [reward.type for reward in with_pairs.ppo.rewards] == ["answer", "model"]
 
 
 def test_dpo_trains_no_policy_by_ppo_and_registers_its_own(tmp_path: Path, base: str) -> None:
     config = loaded(tmp_path, Given(base, "dpo", pairs="pairs.jsonl"))
     assert config.dpo.enabled and not config.ppo.enabled
     assert config.register_.policy == "dpo"
+    assert [str(each) for each in check_consistency(config)] == [], "its own file has nothing to warn of"
 
 
 def test_a_model_that_follows_instructions_is_not_trained_first(tmp_path: Path, instruct: str) -> None:
@@ -72,13 +88,14 @@ def test_a_model_that_follows_instructions_is_not_trained_first(tmp_path: Path, 
 def test_a_chat_template_alone_does_not_make_a_model_the_start(tmp_path: Path) -> None:
     model = str(model_folder(tmp_path / "qwen"))
     assert loaded(tmp_path, Given(model, "dpo", pairs="pairs.jsonl")).sft.enabled
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
-    assert not loaded(tmp_path, Given(model, "grpo", prompts=str(tmp_path / "prompts.jsonl"))).sft.enabled
+    assert not loaded(tmp_path, Given(model, "grpo", prompts="answers.jsonl")).sft.enabled
 
 
 def test_a_path_with_signs_of_yaml_is_quoted(tmp_path: Path, base: str) -> None:
+    (tmp_path / "d,1").mkdir()
+    (tmp_path / "pairs.jsonl").rename("d,1/a b: c.jsonl")
     config = loaded(tmp_path, Given(base, "ppo", pairs="d,1/a b: c.jsonl"))
-    assert config.data.preference[0].path == "d,1/a b: c.jsonl"
+    assert config.data.preference[0].path.endswith("d,1/a b: c.jsonl")
 
 
 def test_learning_rates_follow_the_size_of_the_model(tmp_path: Path, base: str) -> None:
@@ -90,14 +107,53 @@ def test_learning_rates_follow_the_size_of_the_model(tmp_path: Path, base: str) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Given("M", "dpo", sft="a.jsonl"), "needs pairs"),
-        (Given("M", "ppo", sft="a.jsonl"), "needs a reward"),
+        (Given("M", "dpo", sft="texts.jsonl"), "needs pairs"),
+        (Given("M", "ppo", sft="texts.jsonl"), "needs a reward"),
         (Given("M", "grpo"), "needs a reward"),
     ],
 )
 def test_what_is_missing_is_named(given: Given, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configuration(given, "my")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            Given("M", "ppo", pairs="answers.jsonl"),
+            r"--pairs answers.jsonl: none of the first 1 rows can be used: this is a `prompt` row; a pair",
+        ),
+        (Given("M", "ppo", sft="none.jsonl", pairs="pairs.jsonl"), "--sft: file not found: none.jsonl"),
+    ],
+)
+def test_a_file_without_rows_for_its_option_is_named_with_the_option(given: Given, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        configuration(given, "my")
+
+
+CALLED = {
+    "tools": [{"name": "clock", "parameters": {}}],
+    "messages": [
+        {"role": "user", "content": "Is it late?"},
+        {"role": "assistant", "reasoning_content": "I look.", "tool_calls": [{"name": "clock"}]},
+        {"role": "tool", "content": "12:00"},
+        {"role": "assistant", "content": "It is noon."},
+    ],
+}
+
+
+def test_rows_with_tools_and_thoughts_are_read_with_a_template_that_renders_them(
+    tmp_path: Path, base: str, instruct: str
+) -> None:
+    write(tmp_path, "chats.jsonl", CALLED)
+    for model in (base, instruct):
+        config = loaded(tmp_path, Given(model, "dpo", "chats.jsonl", "pairs.jsonl"))
+        assert config.data.thoughts == "keep"
+        assert config.data.chat_template is not None and config.data.template == "chat"
+        assert "tool_calls" in Path(config.data.chat_template).read_text()
+    own = str(model_folder(tmp_path / "own", tokenizer_config__json={"chat_template": "{{ tools }}"}))
+    assert loaded(tmp_path, Given(own, "dpo", "chats.jsonl", "pairs.jsonl")).data.chat_template is None
 
 
 def test_the_file_is_yaml_of_few_lines(base: str) -> None:

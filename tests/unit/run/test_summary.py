@@ -27,6 +27,7 @@ from rlhf_core.run.summary import (
     reuse_sentence,
     run_markdown,
     stage_markdown,
+    stage_table,
     summarize,
     verdict,
 )
@@ -234,6 +235,14 @@ def test_partial_summary_omits_other_stages() -> None:
     assert set(summary["stages"]) == {"data", "sft"}
     assert not {"reward", "evaluate", "weights_sha256"} & set(summary)
     assert results(summary) == []
+
+
+def test_a_base_model_that_is_not_trained_is_named_in_the_row_of_sft() -> None:
+    for metrics, named in (({"eos_rate": 0.5}, True), ({"eval_loss": 1.0}, False)):
+        made: dict[StageName, StageRecord] = {"sft": StageRecord(ref("sft", **metrics), 1.0, False)}
+        out = io.StringIO()
+        Console(file=out, width=120).print(stage_table(summarize(made, 1.0, IDENTITY)))
+        assert ("the base model, not trained" in out.getvalue()) == named
 
 
 def test_incomplete_interval_is_not_reported() -> None:

@@ -129,8 +129,10 @@ def test_no_reward_model_is_needed(sections: dict[str, Any]) -> None:
     assert [str(each) for each in check_consistency(config)] == []
 
 
-def test_a_reward_model_that_only_judges_is_warned_of() -> None:
+def test_a_reward_model_that_only_judges_is_warned_of_if_there_is_another_judge() -> None:
     [found] = check_consistency(config_of())
+    own = {"data": {name: [{"path": "rows.jsonl"}] for name in ("sft", "preference", "prompts")}}
+    assert list(check_consistency(config_of(**own))) == [], "nothing else could judge"
     assert "reward.enabled: a reward model is trained, but ppo.enabled is false: it only judges" in str(found)
     assert list(check_consistency(config_of(sample={"policy": "dpo"}))) == [], "it scores the samples"
     assert list(check_consistency(config_of(reward={"judge": {}}))) == [], "the judge needs it"

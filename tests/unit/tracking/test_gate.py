@@ -95,7 +95,7 @@ def test_a_match_needs_evidence_and_the_champions_judge(result: Any, becomes: bo
 def test_a_judge_that_the_policy_was_trained_on_is_named_or_refused() -> None:
     candidate = record(judge="reward_model", judge_digest="ours", judge_trained_on=True)
     first = decide(candidate, None, gate=GATE, level=0.02)
-    assert first.champion and "(judge: reward model ours, which the policy was trained on)" in first.reason
+    assert first.champion and "(judge: reward model, which the policy was trained on)" in first.reason
     result = match(80, **MODEL, away_win_rate=0.55, away_log_evidence=1.0)
     later = decide(candidate, JUDGED, result, gate=GATE, level=LEVEL)
     assert (
@@ -201,7 +201,7 @@ def test_reasons_have_the_numbers_and_the_way_out() -> None:
     why = decide(record(), JUDGED, NoMatch("it has another tokenizer"), gate=GATE, level=LEVEL).text
     assert "(it has another tokenizer)" in why and "`rlhf promote`" in why
     why = decide(record(), JUDGED, match(80, **MODEL), gate=GATE, level=LEVEL).reason
-    assert "the champion was judged by gold g, which did not judge this match" in why
+    assert "the champion was judged by another judge (gold), which did not judge this match" in why
     long = replace(match(80, **GOLD), log_evidence=5000.0)
     assert decide(record(), JUDGED, long, gate=GATE, level=LEVEL).champion
 
