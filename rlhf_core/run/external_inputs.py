@@ -15,12 +15,13 @@ from rlhf_core.data.sources import model_digest, model_mark, short_name, source_
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.rewards.check import function_file, functions_of_ppo, reward_fields
+from rlhf_core.stages.benchmark import benchmark_digests
 from rlhf_core.tracking.tracker import DataSet
 
 
 def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Return digests of all that the pipeline reads from outside: data, base model, template, the Python
-    files that rewards come from, the files of the judge, and votes of people.
+    files that rewards come from, the files of the judge, votes of people, and tasks of the benchmark.
     """
     return (
         source_digests(config)
@@ -28,6 +29,7 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
         | language_model_digests(config)
         | base_of_judge_digest(config)
         | _vote_digests(config)
+        | benchmark_digests(config)
     )
 
 
@@ -40,7 +42,7 @@ def external_marks(config: PipelineConfig) -> dict[str, str]:
     base = base_of(config, "judge")
     if base is not None and not is_reference(base.path):
         marks[JUDGE_PATH] = model_mark(base.path, base.revision)
-    return marks | _vote_digests(config)
+    return marks | _vote_digests(config) | benchmark_digests(config)
 
 
 def base_of_judge_digest(config: PipelineConfig) -> dict[str, str]:
