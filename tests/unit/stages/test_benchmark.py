@@ -112,7 +112,7 @@ def test_without_the_section_there_is_no_stage_and_no_digest() -> None:
 
 
 def test_the_policy_is_the_registered_one(harness: Harness, context: StageContext) -> None:
-    dpo = {"dpo": {"enabled": True}, "register": {"policy": "dpo"}}
+    dpo: dict[str, Any] = {"dpo": {"enabled": True}, "register": {"policy": "dpo"}}
     assert stage_inputs(config_of(), "benchmark") == ("data", "sft", "ppo")
     assert stage_inputs(config_of(**dpo), "benchmark") == ("data", "sft", "dpo")
     benchmark.run(config_of(), context)
