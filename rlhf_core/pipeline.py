@@ -1,6 +1,7 @@
 """The stages of the pipeline and what each of them reads: the DAG, stated once.
 
-    data ──> sft ──> reward ──> (judge) ──> (dpo) ──> ppo ──> (sample) ──> evaluate ──> register
+    data ──> sft ──> reward ──> (judge) ──> (dpo) ──> ppo ──> (sample) ──> evaluate ──> (benchmark)
+         ──> register
 
 Those in brackets are off by default; `reward` and `ppo` can be switched off. A stage reads the artifacts of
 all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py` with
@@ -18,7 +19,9 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_core.errors import InputError
 
-StageName = Literal["data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate", "register"]
+StageName = Literal[
+    "data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate", "benchmark", "register"
+]  # fmt: skip
 
 
 class MemoryField(NamedTuple):
@@ -253,6 +256,20 @@ _TABLE = (
         imports=("pyarrow.parquet", *_SCORING),
         loads_model=True,
         samples=True,
+    ),
+    Stage(
+        "benchmark",
+        "rlhf_core.stages.benchmark:run",
+        version=1,
+        sections=("benchmark", "ppo"),
+        inputs=("data", "sft", "dpo", "ppo"),
+        policy_field="register.policy",
+        sources=("benchmark.",),
+        enabled_by="benchmark",
+        data_context="evaluation",
+        findings="rlhf_core.stages.benchmark:FINDINGS",
+        imports=("lm_eval.models.huggingface",),
+        loads_model=True,
     ),
     Stage(
         "register",

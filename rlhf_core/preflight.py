@@ -25,6 +25,7 @@ from rlhf_core.models.check import check_adapters, check_model, check_tensor_par
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_devices, check_disk, check_memory, small_model_rates
 from rlhf_core.rewards.check import check_rewards
+from rlhf_core.stages.benchmark import check_benchmark
 from rlhf_core.storage.store import check_storage
 from rlhf_core.system.failpoints import is_well_formed
 from rlhf_core.system.files import unwritable
@@ -82,6 +83,7 @@ def check(
         ("lora", check_adapters),
         ("ppo.rewards", check_rewards),
         ("evaluate", lambda config: check_evaluation(config, stages)),
+        ("benchmark", check_benchmark),
         ("configuration", unusual_settings),
         ("model.path", small_model_rates),
         ("configuration", check_consistency),

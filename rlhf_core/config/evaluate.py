@@ -1,4 +1,6 @@
-"""Section `evaluate`: prompts, judges, the language model that judges, and regression sets."""
+"""Section `evaluate`: prompts, judges, the language model that judges, and regression sets. Section
+`benchmark`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ from typing import Literal
 from pydantic import field_validator
 
 from rlhf_core.config.base import (
+    BATCH,
     RANKS,
     TEMPERATURE,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
@@ -19,6 +23,7 @@ from rlhf_core.config.base import (
     content,
     execution,
     result,
+    rounding,
 )
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import AnyReward, ChatServiceConfig, ModelReward
@@ -151,6 +156,27 @@ class EvaluateConfig(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"evaluate.regression needs distinct names; got {', '.join(names)}")
         return sets
+
+
+class BenchmarkConfig(Section):
+    """Tasks of [lm-evaluation-harness](harness.md) for the policy that is registered."""
+
+    tasks: tuple[str, ...] = result(..., min_length=1)
+    """Names of tasks, groups or tags of the harness, or of tasks in `folder`"""
+    folder: UserPath | None = content(None, min_length=1)
+    """Folder with tasks of your own: YAML files, their data and their Python files. Relative paths in the
+    YAML files start there. The content of all its files is in the stage's key
+    """
+    limit: PositiveInt | None = result(None)
+    """Items of each task, for a quick look; null: all"""
+    num_fewshot: NonNegativeInt | None = result(None, within=Range(0, 1000, "no context has room for more"))
+    """Solved examples before each item; null: as the task says"""
+    apply_chat_template: bool | None = result(None)
+    """Ask with the chat template of the policy; null: if the policy was trained with one (`data.template:
+    chat`)
+    """
+    batch_size: PositiveInt = rounding(8, within=BATCH)
+    """Sequences of one forward pass. Changing it changes the last bits of likelihoods"""
 
 
 def prompts_for_margin(margin: float, confidence: float) -> int:

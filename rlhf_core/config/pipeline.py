@@ -34,7 +34,7 @@ from rlhf_core.config.data import (
     Limits,
     fitted_limits,
 )
-from rlhf_core.config.evaluate import EvaluateConfig
+from rlhf_core.config.evaluate import BenchmarkConfig, EvaluateConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.register import RegisterConfig, SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
@@ -338,6 +338,8 @@ class PipelineConfig(Section):
     """Answers of the policy to training prompts, as data of a next round; null: none"""
     evaluate: EvaluateConfig = result(EvaluateConfig())
     """Evaluation"""
+    benchmark: BenchmarkConfig | None = result(None)
+    """Tasks of lm-evaluation-harness for the policy; null: none"""
     register_: RegisterConfig = result(RegisterConfig(), alias="register")
     """Model registry"""
 

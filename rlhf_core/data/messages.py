@@ -23,7 +23,7 @@ _FOLLOWS = {
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message with the thoughts of the assistant."""
 _THOUGHT = re.compile(r"\s*+(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
-"""Thoughts at the beginning of an answer. Some templates write `<think>` as the end of the prompt.
+r"""Thoughts at the beginning of an answer. Some templates write `<think>` as the end of the prompt.
 
 `\s*+` gives no blank back: each would mean another search of the whole text.
 """

@@ -6,6 +6,9 @@ values of one prompt. Values of different groups are independent. Without groups
 Intervals of means are percentile bootstraps (Efron 1979) over groups (Field and Welsh 2007). They are seeded,
 so the same values give the same interval. Those of shares are Wilson's (1927) for the effective number of
 values (Korn and Graubard 1998).
+
+The tests compare with SciPy. Its Wilson interval takes whole numbers of wins only, and its bootstrap differs
+in the last bits.
 """
 
 from __future__ import annotations

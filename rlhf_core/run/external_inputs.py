@@ -15,12 +15,13 @@ from rlhf_core.data.sources import model_digest, model_mark, short_name, source_
 from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.rewards.check import function_file, functions_of_ppo, reward_fields
+from rlhf_core.stages.benchmark import benchmark_digests
 from rlhf_core.tracking.tracker import DataSet
 
 
 def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Return digests of all that the pipeline reads from outside: data, base model, template, the Python
-    files that rewards come from, the files of the judge, and votes of people.
+    files that rewards come from, the files of the judge, votes of people, and tasks of the benchmark.
     """
     return source_digests(config) | _beside_sources(config, base_of(config, "judge"), model_digest)
 
@@ -47,7 +48,7 @@ def _beside_sources(
         found[JUDGE_PATH] = of_model(base_of_judge.path, base_of_judge.revision)
     for field, file in read_vote_files(config).items():
         found[field] = file.digest
-    return found
+    return found | benchmark_digests(config)
 
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:

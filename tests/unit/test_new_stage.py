@@ -110,7 +110,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     shutil.copytree(ROOT / "rlhf_core", package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "stages/red_team.py").write_text(STAGE, encoding="utf-8")
     insert(package / "pipeline.py", '    Stage(\n        "register",', row_of_the_page())
-    insert(package / "pipeline.py", '"register"]', '"red_team", ')
+    insert(package / "pipeline.py", '"register"\n]', '"red_team", ')
     pipeline = package / "config/pipeline.py"
     insert(
         pipeline,

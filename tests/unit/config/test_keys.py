@@ -45,9 +45,10 @@ SECTIONS: dict[str, set[str]] = {
     "sft": {"sft"},
     "reward": {"reward", "judge"},
     "dpo": {"dpo"},
-    "ppo": {"ppo", "sample", "evaluate"},
+    "ppo": {"ppo", "sample", "evaluate", "benchmark"},
     "sample": {"sample"},
     "evaluate": {"evaluate"},
+    "benchmark": {"benchmark"},
     "register": {"register"},
 }
 """Stages whose keys contain each section."""
@@ -134,6 +135,7 @@ EVERYTHING = {
     "dpo": {"enabled": True, "lora": {}, "early_stop": {}},
     "sample": {},
     "evaluate": {"language_model": {"url": "http://one/v1", "model": "m"}},
+    "benchmark": {"tasks": ["one"]},
     "ppo": {
         "algorithm": "grpo",
         "samples_per_prompt": 2,
@@ -180,6 +182,7 @@ IN_NO_KEY = {
     "reward.judge.path", "reward.judge.revision", "reward.judge.micro_batch_tokens",
     "dpo.checkpoint_every", "dpo.eval_every", "dpo.micro_batch_tokens", "dpo.threads",
     "evaluate.engines", "evaluate.ranks",
+    "benchmark.batch_size", "benchmark.folder",
     *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "api_key_env",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.advantages.file",

@@ -3,6 +3,7 @@
 - bootstrap intervals depend on the seed, cover the truth, and are a point for equal values
 - a win counts 1, a tie 0.5 and a loss 0; the win rates of both models sum to 1
 - the interval of a win rate is Wilson's, and the sign test is exact (values by hand)
+- bootstrap intervals, Wilson's for whole numbers of wins and the sign test are those of SciPy
 - values of one group count as one: groups of one value change no bit, copies change hardly anything, and the
   intervals cover the truth where those over single values do not
 - distinct n-grams have the values by hand and do not depend on the length of the texts
@@ -13,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 
-from rlhf_core.algo.groups import effective_count
+from rlhf_core.algo.groups import effective_count, widening
 from rlhf_core.errors import DataError, NonFiniteError
 from rlhf_core.evaluation.statistics import (
     Answer,
@@ -71,6 +73,21 @@ def test_many_resamples_are_those_of_one_draw() -> None:
     low, high = np.quantile(values[drawn].mean(axis=1), [0.025, 0.975])
     found = mean_of(values.tolist(), seed=3, resamples=2000)
     assert (found.low, found.high) == pytest.approx((low, high), abs=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 30, [1, 5, 2, 2, 7, 1, 3, 4]], ids=["values", "groups"])
+def test_an_interval_is_the_percentile_bootstrap_of_scipy(sizes: list[int]) -> None:
+    values = np.random.default_rng(5).normal(size=sum(sizes))
+    groups = [str(group) for group, size in enumerate(sizes) for _ in range(size)]
+    found = mean_of(values.tolist(), groups=groups)
+    sums = [float(part.sum()) for part in np.split(values, np.cumsum(sizes)[:-1])]
+    expected = scipy.stats.bootstrap(
+        (sums, sizes), lambda total, count, axis: total.sum(axis) / count.sum(axis), paired=True,
+        vectorized=True, n_resamples=500, method="percentile", rng=np.random.default_rng(3),
+    ).confidence_interval  # fmt: skip
+    wider = widening(len(values), len(sizes), 0.95)
+    assert found.low == pytest.approx(found.mean - (found.mean - expected.low) * wider, rel=1e-12)
+    assert found.high == pytest.approx(found.mean + (expected.high - found.mean) * wider, rel=1e-12)
 
 
 def test_empty_and_nonfinite_values_are_refused() -> None:
@@ -130,6 +147,16 @@ def test_win_rates_have_a_wilson_interval() -> None:
     # Newcombe (1998), two-sided intervals of single proportions, method 3: 81 of 263.
     published = win_rate([1.0] * 81 + [0.0] * 182, confidence=0.95)
     assert (published.low, published.high) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+
+
+@pytest.mark.parametrize(("wins", "count"), [(0, 3), (2, 2), (7, 19), (150, 200), (611, 1300)])
+def test_wilson_interval_and_sign_test_are_those_of_scipy(wins: int, count: int) -> None:
+    for confidence in (0.8, 0.95, 0.99):
+        expected = scipy.stats.binomtest(wins, count).proportion_ci(confidence, method="wilson")
+        found = wilson(wins / count, count, confidence)
+        assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    test = scipy.stats.binomtest(wins, count, alternative="greater")
+    assert Verdicts(wins, count - wins, ties=4).p_value == pytest.approx(test.pvalue, rel=1e-12)
 
 
 def test_groups_of_one_value_change_no_bit() -> None:
