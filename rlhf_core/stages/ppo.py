@@ -1,5 +1,6 @@
 """Stage `ppo`: SFT model + reward model + prompts -> `policy/` (Hugging Face layout), `policy_ema/` with the
-moving average of the weights if it is not published, `adapter/` with `ppo.lora`, and `metrics.jsonl`."""
+moving average of the weights if it is not published, `adapter/` with `ppo.lora`, `record/` with the rollouts,
+and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rlhf_core.evaluation.published import TrainedPolicy
     from rlhf_core.ppo.controller import PPOController
     from rlhf_core.ppo.fleet.fleet import Fleet
+    from rlhf_core.record.writer import RecordWriter
 
 
 def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id: int) -> Fleet:
@@ -70,6 +72,7 @@ def run(
         if config.ppo.evaluation_interval is not None:
             chosen = _restore_published_weights(config, context, controller)
         trained = _save(config, context, controller)
+        controller.save_record(context.output)
         steps = controller.completed_steps
     for folder in context.output.glob("policy*"):
         shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
@@ -140,7 +143,15 @@ def _started(
             demonstrations=demonstrations,
             evaluation=evaluation,
             own_advantages=own_advantages_of(ppo, _code(ppo.advantages, "ppo.advantages", context)),
+            record=None if config.record.level == "none" else _new_record(config, context),
         )
+
+
+def _new_record(config: PipelineConfig, context: StageContext) -> RecordWriter:
+    from rlhf_core.ppo.recording import KIND
+    from rlhf_core.record.writer import RecordWriter
+
+    return RecordWriter(context.scratch / "record", KIND, config.record)
 
 
 def _save(config: PipelineConfig, context: StageContext, controller: PPOController) -> TrainedPolicy | None:
