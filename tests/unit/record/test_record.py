@@ -4,20 +4,24 @@
 - an attempt that continues has each step once, with the parts of its checkpoint
 - from the step on that would exceed the limit nothing is recorded, also by later attempts
 - a column that a part lacks is null; a missing record and a missing column are errors that name them
-- docs/record.md has every column with its type and level
+- docs/record.md has every column with its type and level; its example and that of the reader run
 - the digest of an artifact, which is in later keys, is the same for every record, and a fetch leaves the
   record out unless it is wanted
 """
 
 from __future__ import annotations
 
+import doctest
+import re
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from rlhf_core.config.record import RecordConfig, RecordLevel
 from rlhf_core.errors import CorruptArtifact, InputError
+from rlhf_core.record import reader
 from rlhf_core.record.reader import RECORD, read_rollouts
 from rlhf_core.record.schema import COLUMNS, REWARD_COLUMNS, schema_of
 from rlhf_core.record.writer import RecordWriter
@@ -137,6 +141,15 @@ def test_the_documentation_has_every_column() -> None:
     assert [
         line for line in DOCS.read_text().splitlines() if line.startswith("| `") and line.count("|") == 5
     ] == lines
+
+
+def test_the_examples_run(tmp_path: Path) -> None:
+    found = doctest.testmod(reader)
+    assert found.attempted > 0 and found.failed == 0
+    [example] = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"folder": recorded(tmp_path, 9, 10, 20)}
+    exec(compile(example, "record.md", "exec"), names)
+    assert [row["step"] for row in names["best"]] == [20, 20, 10, 10]
 
 
 def test_a_record_changes_no_later_key(tmp_path: Path) -> None:
