@@ -304,7 +304,7 @@ class ArtifactStore:
                 f" {', '.join(names[:20]) or 'no files'}; name one of them"
             )
         if local or self.is_local:
-            return str(self.fetch(ref) / path)
+            return str(self.fetch(ref, record=is_record(f"{path}/")) / path)
         return f"{ref.uri}/{path}"
 
     def config(self, ref: ArtifactRef) -> Mapping[str, Any]:

@@ -173,4 +173,4 @@ def test_a_record_changes_no_later_key(tmp_path: Path) -> None:
     part.write_bytes(content[:-1] + b"x")
     assert artifacts.fetch(refs[1]) == folder
     with pytest.raises(CorruptArtifact, match=r"record/ppo-00000001\.parquet"):
-        artifacts.fetch(refs[1], record=True)
+        artifacts.address(refs[1], RECORD)
