@@ -36,6 +36,7 @@ from rlhf_core.config.data import (
 )
 from rlhf_core.config.evaluate import BenchmarkConfig, EvaluateConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.record import RecordConfig
 from rlhf_core.config.register import RegisterConfig, SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.pipeline import STAGES, StageName
@@ -320,6 +321,8 @@ class PipelineConfig(Section):
     """Artifacts and checkpoints"""
     tracking: TrackingConfig = execution(TrackingConfig())
     """MLflow"""
+    record: RecordConfig = execution(RecordConfig())
+    """What is kept of the rollouts"""
     model: ModelConfig = result(ModelConfig())
     """The model to start from"""
     data: DataConfig = result(DataConfig())

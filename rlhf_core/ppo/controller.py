@@ -5,8 +5,8 @@
                           reference,             critic    -> engines
                           critic, reward         (both at once)
 
-Consumes the prompts of the data artifact; produces `metrics.jsonl`, tables of samples, checkpoints and, at
-the end, the policy. Waits for engines and ranks as long as they send heartbeats
+Consumes the prompts of the data artifact; produces `metrics.jsonl`, the record, checkpoints and, at the end,
+the policy. Waits for engines and ranks as long as they send heartbeats
 (`rlhf_core.system.heartbeat`); dead engines are replaced. The steps are synchronous: the engines hold the
 weights that the previous step produced, so the policy version of every rollout is the number of completed
 steps.
@@ -42,6 +42,7 @@ from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.fleet.worker import ModelWorker
+from rlhf_core.ppo.recording import StepRows
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_responses, reward_metrics
 from rlhf_core.ppo.sampling.schedule import rollouts_of
 from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
@@ -52,6 +53,8 @@ from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
 from rlhf_core.ppo.watching.step_checks import StepChecks, SyncCheck
 from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation, sync_metrics
+from rlhf_core.record.schema import includes
+from rlhf_core.record.writer import RecordWriter
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext
@@ -83,6 +86,7 @@ class PPOController:
         demonstrations: Demonstrations for the pretraining loss.
         evaluation: Evaluates the policy every `ppo.evaluate_every` steps.
         own_advantages: The user's advantages; None for those of the algorithm.
+        record: Records the rollouts; None if they are not recorded.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class PPOController:
         demonstrations: Sequence[SFTExample] = (),
         evaluation: PolicyEvaluation | None = None,
         own_advantages: OwnAdvantages | None = None,
+        record: RecordWriter | None = None,
     ) -> None:
         settings = fleet.settings
         self._ppo = ppo = settings.ppo.model_copy(update={"pack": fleet.packs})
@@ -103,6 +108,7 @@ class PPOController:
         self._decode = decode
         self._context = context
         self._own_advantages = own_advantages
+        self._record = record
         seed = derive_seed(settings.run.seed, "ppo")
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
         self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector)
@@ -213,6 +219,8 @@ class PPOController:
         failpoint("ppo.after_scoring")
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
+        if self._record is not None:
+            self._record_step(self._record, batch, experience, step, trained=bool(update))
         self.completed_steps = step
         sync_is_due = step % self._ppo.sync_every == 0
         if sync_is_due:
@@ -315,6 +323,7 @@ class PPOController:
             ppo=ppo,
             kl_coef=self._kl.coef,
             own_advantages=self._own_advantages,
+            keep_advantages=self._record is not None and includes(self._record.level, "all"),
         )
         if ppo.staleness:
             experience.metrics["rollout/staleness"] = float(self.completed_steps - batch.version)
@@ -385,25 +394,26 @@ class PPOController:
                 shown[short_name] = metrics[name]
         self._context.progress("ppo", self.completed_steps, self._ppo.steps, "steps", **shown)
 
+    def _record_step(
+        self, record: RecordWriter, batch: RolloutBatch, experience: Experience, step: int, *, trained: bool
+    ) -> None:
+        with self._timed("record"):
+            rows = StepRows(self._fleet, self._ppo, step)
+            record.add(step, rows.table(batch, experience, record.level, trained=trained))
+
     def _log_samples(
         self, batch: RolloutBatch, experience: Experience, kind: str, step: int, limit: int = 16
     ) -> None:
         """Log the first `limit` responses as the table `<kind>/step_<step>`."""
-        shown = range(min(limit, len(batch)))
-        rows = []
-        for row, (_, response_ids) in zip(shown, read_responses(self._fleet, batch, shown), strict=True):
-            rows.append(
-                {
-                    "step": step,
-                    "prompt": batch.prompts[row].prompt,
-                    "response": self._decode(response_ids),
-                    "score": float(experience.scores_B[row]),
-                    "kl": float(experience.kl_B[row]),
-                    "tokens": int(batch.lengths_B[row]),
-                    "finished": bool(batch.finished_B[row]),
-                }
-            )
-        self._context.metrics.log_table(f"{kind}/step_{step:06d}", rows)
+        rows = StepRows(self._fleet, self._ppo, step).table(batch, experience, "rewards", trained=True)
+        shown = rows.slice(0, min(limit, len(batch))).to_pylist()
+        table = []
+        for row, prompt in zip(shown, batch.prompts[: len(shown)], strict=True):
+            response = row["response_ids"]
+            values = {name: row[name] for name in ("score", "kl", "finished")}
+            texts = {"prompt": prompt.prompt, "response": self._decode(response)}
+            table.append({"step": step, **texts, "tokens": len(response), **values})
+        self._context.metrics.log_table(f"{kind}/step_{step:06d}", table)
 
     def _checkpoint(self) -> None:
         """Save policy, critic, KL controller and the metrics so far as one checkpoint."""
@@ -417,9 +427,11 @@ class PPOController:
         per_role = fleet.wait(sizes, "the checkpoint's size")
         size = sum(whole for whole, _ in per_role)
         unsharded = sum(part for _, part in per_role)
-        tokens = sum(batch.token_bytes for batch in self._rollouts.finished)
+        own = sum(batch.token_bytes for batch in self._rollouts.finished)
+        if self._record is not None:
+            own += self._record.size
         with new_checkpoint(
-            self._context, scratch, step, size, self.selection.score(step), unsharded=unsharded, own=tokens
+            self._context, scratch, step, size, self.selection.score(step), unsharded=unsharded, own=own
         ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained_roles:
@@ -427,6 +439,7 @@ class PPOController:
             self._rollouts.save(folder, step)
             fleet.wait(saving, "the checkpoint")
             shutil.copy(self._metrics_file, folder / "metrics.jsonl")
+            self.save_record(folder)
             state = {
                 "done": step,
                 "kl": self._kl.state_dict(),
@@ -463,7 +476,14 @@ class PPOController:
             self._evaluation.load_state_dict(state["evaluation"])
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
         self._rollouts.restore(folder, self.completed_steps)
+        if self._record is not None:
+            self._record.restore(folder, self.completed_steps)
         log.info("ppo continues after step %d", self.completed_steps)
+
+    def save_record(self, folder: Path) -> None:
+        """Save what was recorded as `record` in a folder, if anything was."""
+        if self._record is not None:
+            self._record.save(folder)
 
     def save_policy(self, folder: Path) -> None:
         """Save the policy in Hugging Face layout."""

@@ -62,9 +62,13 @@ class Experience:
     """None if advantages are not whitened."""
     metrics: dict[str, float]
     returns: Scattered[ResponseSums]
-    """Returns from unwhitened advantages, for the critic."""
+    """`returns` from unwhitened advantages, for the critic, and these `advantages` if they are recorded."""
     values: Scattered[None] | None
     """Values by the critic before the update; None without a critic."""
+    old: Scattered[None]
+    """`logprobs` of the policy before the update."""
+    ref: Scattered[None]
+    """`logprobs` of the reference."""
 
     @property
     def scored_B(self) -> NDArray[np.bool_]:
@@ -84,6 +88,7 @@ def make_experience(
     ppo: PPOConfig,
     kl_coef: float,
     own_advantages: OwnAdvantages | None = None,
+    keep_advantages: bool = False,
 ) -> Experience:
     """Let the policy ranks make the experience of a step. The samples of a prompt must be consecutive.
 
@@ -97,6 +102,7 @@ def make_experience(
         ppo: Section `ppo`.
         kl_coef: Coefficient of the KL penalty, used with `kl.place: reward`.
         own_advantages: The user's advantages, instead of those of the algorithm.
+        keep_advantages: Whether the controller reads the advantages of the tokens.
     """
     scores_B = shaped_scores(batch.lengths_B, batch.finished_B, scores, ppo)
     own_metrics: dict[str, float] = {}
@@ -123,6 +129,7 @@ def make_experience(
             scores_B.numpy()[indices],
             None if advantages_B is None else advantages_B.numpy()[indices],
             kl_coef,
+            keep_advantages,
         )
         arguments = [as_argument(pending) for pending in objects.pending]
         parts.append(worker.call_parts(2, ModelWorker.make_experience, inputs, *arguments))
@@ -130,7 +137,7 @@ def make_experience(
     sums = sums_in_batch_order(old.shares, returns.complete())
     summary = summarize(sums, scores_B, batch.lengths_B, batch.finished_B, ppo)
     metrics = summary.metrics | {f"advantages/user/{name}": value for name, value in own_metrics.items()}
-    return Experience(scores_B, sums.kl, summary.whitening, metrics, returns, values)
+    return Experience(scores_B, sums.kl, summary.whitening, metrics, returns, values, old, ref)
 
 
 def sums_in_batch_order(shares: Sequence[RankShare], sums: Sequence[ResponseSums]) -> ResponseSums:

@@ -118,6 +118,14 @@ class RewardBatch:
             metrics[f"{name}/unusable"] = usage["unusable"] / max(1.0, usage["requests"])
         return metrics
 
+    def take(self, rows: Sequence[int]) -> RewardBatch:
+        """Return the scores of these responses, without the usage."""
+        return RewardBatch(
+            [self.total[row] for row in rows],
+            {name: [values[row] for row in rows] for name, values in self.by_source.items()},
+            ensemble_std=[self.ensemble_std[row] for row in rows] if self.ensemble_std else [],
+        )
+
     def add_usage(self, other: RewardBatch) -> None:
         """Add the usage of another batch."""
         for name, usage in other.usage.items():

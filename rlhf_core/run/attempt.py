@@ -300,7 +300,9 @@ class _Attempt:
             )
             is_complete = True
             stored = () if output is None else output.files
-            return artifacts.publish(spec.stage, spec.key, out, provenance, fence=self.fence, stored=stored)
+            ref = artifacts.publish(spec.stage, spec.key, out, provenance, fence=self.fence, stored=stored)
+            self.tracking.set_tags(self.stage_run.run_id, {"rlhf.artifact": ref.uri})
+            return ref
         except Exception as error:
             # Not at a stop (SystemExit), whose time is needed for the last checkpoint. `publish` raises
             # InputError if it refuses the artifact; after other errors the outbox may have the artifact.

@@ -1,5 +1,6 @@
 """Stage `ppo`: SFT model + reward model + prompts -> `policy/` (Hugging Face layout), `policy_ema/` with the
-moving average of the weights if it is not published, `adapter/` with `ppo.lora`, and `metrics.jsonl`."""
+moving average of the weights if it is not published, `adapter/` with `ppo.lora`, `record/` with the rollouts,
+and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ from rlhf_core.evaluation.prompts import prompts_of_ppo
 from rlhf_core.evaluation.published import SEQUENCES, TrainedPolicy, measure_published
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.recording import KIND
 from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
 from rlhf_core.ppo.training.experience import own_advantages_of
+from rlhf_core.record.writer import RecordWriter
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.rewards.python_function import read_code
 from rlhf_core.stages.agreement import check_language_model_rewards
@@ -67,6 +70,7 @@ def run(
         if config.ppo.evaluation_interval is not None:
             chosen = _restore_published_weights(config, context, controller)
         trained = _save(config, context, controller)
+        controller.save_record(context.output)
         steps = controller.completed_steps
     for folder in context.output.glob("policy*"):  # also `policy_ema`
         shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
@@ -130,7 +134,12 @@ def _started(
             demonstrations=demonstrations,
             evaluation=evaluation,
             own_advantages=own_advantages_of(ppo, _code(ppo.advantages, "ppo.advantages", context)),
+            record=None if config.record.level == "none" else _new_record(config, context),
         )
+
+
+def _new_record(config: PipelineConfig, context: StageContext) -> RecordWriter:
+    return RecordWriter(context.scratch / "record", KIND, config.record)
 
 
 def _save(config: PipelineConfig, context: StageContext, controller: PPOController) -> TrainedPolicy | None:

@@ -20,7 +20,7 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage import bundles
-from rlhf_core.storage.bundles import FileEntry, Manifest, is_weights
+from rlhf_core.storage.bundles import FileEntry, Manifest, is_record, is_weights
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
@@ -90,7 +90,7 @@ class ArtifactStore:
         self._read_only = read_only
         self._cache = cache
         self._outbox = outbox
-        self._verified: dict[tuple[str, str, str, bool], tuple[Path, _Stamp]] = {}
+        self._verified: dict[tuple[str, str, str, bool, bool], tuple[Path, _Stamp]] = {}
 
     def find(self, kind: StageName, key: str) -> ArtifactRef | None:
         """Return the artifact of a stage key; None if there is none.
@@ -228,7 +228,7 @@ class ArtifactStore:
         shutil.rmtree(folder)
         return ref
 
-    def fetch(self, ref: ArtifactRef, *, weights: bool = True) -> Path:
+    def fetch(self, ref: ArtifactRef, *, weights: bool = True, record: bool = False) -> Path:
         """Return a read-only local folder with the artifact's files.
 
         Every file is checked against its sha256. The check is repeated only if a file has changed. Raises
@@ -239,8 +239,9 @@ class ArtifactStore:
             ref: The artifact.
             weights: Whether the files with weights are needed (`is_weights`). Without, the folder may lack
                 them.
+            record: Whether the record is needed (`is_record`). Without, the folder may lack it.
         """
-        identity = (ref.kind, ref.key, ref.digest, weights)
+        identity = (ref.kind, ref.key, ref.digest, weights, record)
         if identity in self._verified:
             folder, stamp = self._verified[identity]
             if stamp == _stamp(folder):
@@ -251,7 +252,10 @@ class ArtifactStore:
             manifest = self._read(ref.kind, ref.key)
             if manifest is not None and manifest.digest == ref.digest:
                 folder = bundles.fetch(
-                    self._store, manifest, self._cache, lambda path: weights or not is_weights(path)
+                    self._store,
+                    manifest,
+                    self._cache,
+                    lambda path: (weights or not is_weights(path)) and (record or not is_record(path)),
                 )
                 if not self.is_local:
                     write_atomic(store_file(folder), self._store.url)
@@ -276,7 +280,9 @@ class ArtifactStore:
         for ref in refs:
             manifest = self._read(ref.kind, ref.key)
             if manifest is not None:  # what is missing is an error when it is fetched
-                sizes[manifest.copy_name] = sum(entry.size for entry in manifest.files)
+                sizes[manifest.copy_name] = sum(
+                    entry.size for entry in manifest.files if not is_record(entry.path)
+                )
         return sizes
 
     @property
@@ -310,7 +316,7 @@ class ArtifactStore:
                 f" {', '.join(names[:20]) or 'no files'}; name one of them"
             )
         if local or self.is_local:
-            return str(self.fetch(ref) / path)
+            return str(self.fetch(ref, record=is_record(f"{path}/")) / path)
         return f"{ref.uri}/{path}"
 
     def config(self, ref: ArtifactRef) -> Mapping[str, Any]:

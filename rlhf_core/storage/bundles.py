@@ -77,7 +77,9 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """sha256 over names, sizes and hashes of the files. The same content always has the same digest."""
+        """sha256 over names, sizes and hashes of the files, without the record. The same content always has
+        the same digest.
+        """
         return digest_of(self.files)
 
 
@@ -85,8 +87,12 @@ class Manifest:
 
 
 def digest_of(files: Sequence[FileEntry]) -> str:
-    """Return the `Manifest.digest` of these files."""
-    return json_sha256([asdict(entry) for entry in files])
+    """Return the `Manifest.digest` of these files.
+
+    It is in the keys of later stages. What is recorded depends on settings that are in no key, and where the
+    parts of the record end depends on when the stage was stopped.
+    """
+    return json_sha256([asdict(entry) for entry in files if not is_record(entry.path)])
 
 
 def hash_file(path: Path) -> str:
@@ -173,6 +179,11 @@ def weights_sha256(folder: Path, stored: Mapping[str, str] | None = None) -> str
 def is_weights(path: str) -> bool:
     """Return whether a file has weights of a model. All other files of an artifact are small."""
     return path.endswith(".safetensors")
+
+
+def is_record(path: str) -> bool:
+    """Return whether a file is a part of the record of rollouts (`rlhf_core.record`)."""
+    return path.startswith("record/")
 
 
 # -- writing --

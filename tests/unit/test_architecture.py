@@ -34,7 +34,7 @@ LAYERS = (
     ("rlhf_core.config", "rlhf_core.types", "rlhf_core.seeds", "rlhf_core.logs"),
     ("rlhf_core.algo",),
     ("rlhf_core.models", "rlhf_core.data", "rlhf_core.storage"),
-    ("rlhf_core.engines", "rlhf_core.planning", "rlhf_core.rewards"),
+    ("rlhf_core.engines", "rlhf_core.planning", "rlhf_core.record", "rlhf_core.rewards"),
     ("rlhf_core.cluster",),
     ("rlhf_core.ppo",),
     ("rlhf_core.evaluation",),

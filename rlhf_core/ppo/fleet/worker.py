@@ -275,12 +275,14 @@ class ModelWorker(ListeningActor):
     ) -> tuple[ResponseSums, RowColumns]:
         """Make the experience of this policy rank's responses (see `ppo.training.experience`) and keep it.
 
-        Returns the sums of each response for the controller, and `returns` for the critic.
+        Returns the sums of each response for the controller, `returns` for the critic, and `advantages`
+        before whitening if they are kept.
         """
         batch = self._batch_of(inputs.batch)
         self._experience, sums = experience_of_rank(batch, inputs, objects, self._settings.ppo)
-        values = {"returns": self._experience.columns.values["returns"]}
-        return sums, RowColumns(self._experience.columns.offsets, values)
+        columns = self._experience.columns
+        names = ("returns", "advantages") if inputs.keep_advantages else ("returns",)
+        return sums, RowColumns(columns.offsets, {name: columns.values[name] for name in names})
 
     # -- update --
 

@@ -311,6 +311,7 @@ class Collector:
             header.finished,
             [p for p in sampling.prompts for _ in range(n)],
             version=sampling.version,
+            seeds_B=np.repeat(np.array(sampling.seeds, np.int64), n),
         )
 
     def _collect(self, sampling: Sampling) -> None:
@@ -358,7 +359,9 @@ class Collector:
     def _replace(self, batch: RolloutBatch, groups: list[int], new: RolloutBatch) -> None:
         """Replace the given groups of `batch` by the groups of `new`, in order."""
         assert batch.rewards is not None and new.rewards is not None
+        assert batch.seeds_B is not None and new.seeds_B is not None
         n = self._ppo.samples_per_prompt
+        batch.filtered.append(batch.take((np.array(groups)[:, None] * n + np.arange(n)).reshape(-1)))
         batch.forget_distribution()
         new_objects = new.places.objects + len(batch.chunks)
         batch.chunks += new.chunks
@@ -370,6 +373,7 @@ class Collector:
             batch.lengths_B[old_rows] = new.lengths_B[new_rows]
             batch.finished_B[old_rows] = new.finished_B[new_rows]
             batch.prompts[old_rows] = new.prompts[new_rows]
+            batch.seeds_B[old_rows] = new.seeds_B[new_rows]
             for name, values in batch.rewards.by_source.items():
                 values[old_rows] = new.rewards.by_source[name][new_rows]
             batch.rewards.ensemble_std[old_rows] = new.rewards.ensemble_std[new_rows]

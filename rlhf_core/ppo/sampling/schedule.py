@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class StoredRollouts:
     """The rollouts of one step in a checkpoint.
 
         rollouts/chunk-00000.safetensors ...  tokens and log-probabilities as columns
-        rollouts/batch.safetensors            lengths, places and prompts of the responses
+        rollouts/batch-0.safetensors          lengths, places, prompts and seeds of the responses
+        rollouts/batch-1.safetensors ...      the same for those that filtering has replaced
         rollouts/batch.json                   the step, and the rewards if known
 
     With `ppo.staleness` the next steps are already sampled when a checkpoint is written, with weights that it
@@ -61,19 +62,21 @@ class StoredRollouts:
         for number, pending in enumerate(batch.chunks):
             (columns,) = self._fleet.wait([pending], "rollouts")
             self._save(f"chunk-{number:05d}", vars(columns))
-        prompts = np.array([self._index[id(prompt)] for prompt in batch.prompts], np.int64)
-        rows = {
-            "objects": batch.places.objects,
-            "rows": batch.places.rows,
-            "lengths": batch.lengths_B,
-            "finished": batch.finished_B,
-            "prompts": prompts,
-        }
-        self._save("batch", rows)
+        parts = [batch, *batch.filtered]
+        for number, part in enumerate(parts):
+            rows = {
+                "objects": part.places.objects,
+                "rows": part.places.rows,
+                "lengths": part.lengths_B,
+                "finished": part.finished_B,
+                "prompts": np.array([self._index[id(prompt)] for prompt in part.prompts], np.int64),
+                "seeds": part.seeds_B,
+            }
+            self._save(f"batch-{number}", rows)
         content = {
             "step": step,
             "chunks": len(batch.chunks),
-            "rewards": None if batch.rewards is None else asdict(batch.rewards),
+            "rewards": [None if part.rewards is None else asdict(part.rewards) for part in parts],
             "replaced": batch.replaced,
             "scores_before": batch.scores_before,
             "version": batch.version,
@@ -101,17 +104,26 @@ class StoredRollouts:
             arrays = self._load(f"chunk-{number:05d}")
             columns = RolloutColumns(**{**arrays, "samples": int(arrays["samples"][0])})
             chunks.append(self._fleet.put(columns))
-        rows = self._load("batch")
-        return RolloutBatch(
-            chunks,
-            Places(rows["objects"], rows["rows"]),
-            rows["lengths"],
-            rows["finished"],
-            [self._prompts[i] for i in rows["prompts"].tolist()],
-            None if content["rewards"] is None else RewardBatch(**content["rewards"]),
-            content["replaced"],
-            content["scores_before"],
-            version=content["version"],
+        batches = []
+        for number, rewards in enumerate(content["rewards"]):
+            rows = self._load(f"batch-{number}")
+            batch = RolloutBatch(
+                chunks,
+                Places(rows["objects"], rows["rows"]),
+                rows["lengths"],
+                rows["finished"],
+                [self._prompts[i] for i in rows["prompts"].tolist()],
+                None if rewards is None else RewardBatch(**rewards),
+                version=content["version"],
+                seeds_B=rows["seeds"],
+            )
+            batches.append(batch)
+        whole, *filtered = batches
+        return replace(
+            whole,
+            filtered=filtered,
+            replaced=content["replaced"],
+            scores_before=content["scores_before"],
         )
 
 

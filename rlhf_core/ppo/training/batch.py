@@ -219,6 +219,12 @@ class RolloutBatch:
     """
     version: int = 0
     """Policy version that sampled all responses."""
+    seeds_B: Indices | None = None
+    """Seed of the request of each response, the same for all samples of a prompt. None if they were not
+    sampled for a step.
+    """
+    filtered: list[RolloutBatch] = field(default_factory=list)
+    """Responses that were replaced, in the order of their replacement. Their tokens are in `chunks`."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)
     """Distribution over ranks by their number, once it is computed (`route`)."""
     number: int = field(default_factory=_numbers.__next__)
@@ -244,13 +250,19 @@ class RolloutBatch:
 
     def first(self, count: int) -> RolloutBatch:
         """Return the batch of the first `count` responses."""
-        rows = np.arange(min(count, len(self)))
+        return self.take(np.arange(min(count, len(self))))
+
+    def take(self, rows: Indices) -> RolloutBatch:
+        """Return the batch of these responses."""
         return RolloutBatch(
             self.chunks,
             self.places.take(rows),
             self.lengths_B[rows],
             self.finished_B[rows],
-            self.prompts[:count],
+            [self.prompts[row] for row in rows.tolist()],
+            None if self.rewards is None else self.rewards.take(rows.tolist()),
+            version=self.version,
+            seeds_B=None if self.seeds_B is None else self.seeds_B[rows],
         )
 
 

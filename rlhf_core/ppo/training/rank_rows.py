@@ -70,6 +70,8 @@ class ExperienceInputs:
     advantages: FloatArray | None
     """Advantages of whole responses; None if the algorithm has no groups."""
     kl_coef: float
+    keep_advantages: bool = False
+    """Whether the controller reads the advantages of the tokens."""
 
 
 @dataclass(frozen=True)

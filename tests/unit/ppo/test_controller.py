@@ -54,6 +54,8 @@ def batch_of(count: int) -> RolloutBatch:
         header.lengths,
         header.finished,
         [PromptExample("p", "question", (1,))] * count,
+        RewardBatch([0.0] * count, {"model": [0.0] * count}),
+        seeds_B=numbers,
     )
 
 
@@ -63,6 +65,7 @@ FORTY = batch_of(40)
 class _Experience:
     scores_B = torch.zeros(40)
     kl_B = np.zeros(40)
+    scored_B = np.ones(40, np.bool_)
 
     def __init__(self, **changed: float) -> None:
         self.metrics = GOOD | {name.replace("__", "/"): value for name, value in changed.items()}

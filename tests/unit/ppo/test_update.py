@@ -69,7 +69,9 @@ def experience(batch: RolloutBatch, ranks: int, unscored: Sequence[int] = ()) ->
     ]
     fleet: Any = None
     columns = Scattered(fleet, "values", batch.routes[ranks], parts)
-    return Experience(scores_B, np.zeros(len(LENGTHS)), Whitening(0.5, 2.0), {}, columns, columns)
+    return Experience(
+        scores_B, np.zeros(len(LENGTHS)), Whitening(0.5, 2.0), {}, columns, columns, columns, columns
+    )
 
 
 class _Rank(ScriptedRank):

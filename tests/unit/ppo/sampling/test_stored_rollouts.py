@@ -44,6 +44,7 @@ def batch_with(rewards: RewardBatch | None = None) -> RolloutBatch:
         1,
         0.25,
         version=4,
+        seeds_B=np.arange(8) + 2**62,
     )
 
 
@@ -70,6 +71,6 @@ def test_a_checkpoint_without_rollouts_gives_none(tmp_path: Path) -> None:
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     stored = StoredRollouts(tmp_path, REPEATED, ScriptedFleet())
     stored.write(1, batch_with())
-    (tmp_path / "rollouts" / "batch.safetensors").write_bytes(pickle.dumps({"objects": np.arange(3)}))
+    (tmp_path / "rollouts" / "batch-0.safetensors").write_bytes(pickle.dumps({"objects": np.arange(3)}))
     with pytest.raises(SafetensorError):
         stored.read(1)

@@ -1,0 +1,122 @@
+"""Writes the record, as files of consecutive steps ("parts").
+
+    add(step)  ->  row group of the open part        {folder}/ppo-00000001.parquet   steps 1 to 10
+    save       ->  the part ends; links to all       {folder}/ppo-00000011.parquet   steps 11 to 20
+                   parts, in a checkpoint or in the artifact
+
+A part has the name of its first step and ends with a checkpoint. An attempt that continues from a checkpoint
+has the parts of this checkpoint. The steps after it are made again, and so is their part. A step is therefore
+recorded once, however often the stage is killed.
+
+The size counts the columns before compression, which does not depend on where parts end.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.config.record import RecordConfig
+from rlhf_core.record.reader import RECORD, parts_of
+from rlhf_core.record.schema import NUMBERS, TOKENS
+from rlhf_core.system.files import linked
+
+log = logging.getLogger(__name__)
+
+_BYTES = b"rlhf.bytes"
+_LAST_STEP = b"rlhf.last_step"
+
+
+class RecordWriter:
+    """Writes the rollouts of one stage.
+
+    Args:
+        folder: Local folder of this attempt for the parts. It is created.
+        kind: `kind` of all rows.
+        settings: Section `record`.
+    """
+
+    def __init__(self, folder: Path, kind: str, settings: RecordConfig) -> None:
+        self._folder = folder
+        self._kind = kind
+        self.level = settings.level
+        self._max_bytes = settings.max_bytes
+        self._bytes = 0
+        """Bytes of all steps so far, before compression."""
+        self._last_step = 0
+        self._is_full = False
+        self._part: pq.ParquetWriter | None = None
+        folder.mkdir(parents=True)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the parts on the disk."""
+        return sum(part.stat().st_size for part in parts_of(self._folder))
+
+    def add(self, step: int, rows: pa.Table) -> None:
+        """Record a step. All tables of an attempt have the same columns."""
+        if self._is_full:
+            return
+        if self._bytes + rows.nbytes > self._max_bytes:
+            log.warning(
+                "step %d and later ones are not recorded: the record has %.1f MB, and record.max_bytes=%d is"
+                " its limit",
+                step,
+                self._bytes / 1e6,
+                self._max_bytes,
+            )
+            self._is_full = True
+            return
+        if self._part is None:
+            self._part = _new_part(self._folder / f"{self._kind}-{step:08d}.parquet", rows.schema)
+        self._part.write_table(rows, row_group_size=max(1, len(rows)))
+        self._bytes += rows.nbytes
+        self._last_step = step
+
+    def save(self, folder: Path) -> None:
+        """End the open part, and link all parts to `folder`/record."""
+        if self._part is not None:
+            self._part.add_key_value_metadata(
+                {_BYTES: str(self._bytes).encode(), _LAST_STEP: str(self._last_step).encode()}
+            )
+            self._part.close()
+            self._part = None
+        _link_all(self._folder, folder / RECORD)
+
+    def restore(self, folder: Path, completed: int) -> None:
+        """Continue with the parts of the checkpoint `folder` of step `completed`."""
+        _link_all(folder / RECORD, self._folder)
+        for part in parts_of(self._folder):
+            metadata = pq.read_metadata(part).metadata
+            self._bytes, self._last_step = int(metadata[_BYTES]), int(metadata[_LAST_STEP])
+        # Steps were left out, so the limit was reached. Without parts, nothing was recorded before.
+        self._is_full = 0 < self._last_step < completed
+
+
+def _new_part(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """Open a part, with the encodings that make the files of the demo smallest."""
+    tokens = [f"{field.name}.list.element" for field in schema if field.type == TOKENS]
+    # The bytes of exponents are put together: only they can be compressed.
+    numbers = [f"{field.name}.list.element" for field in schema if field.type == NUMBERS]
+    texts = [field.name for field in schema if pa.types.is_string(field.type)]
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=[*tokens, *texts],
+        use_byte_stream_split=numbers,
+        column_encoding={"index": "DELTA_BINARY_PACKED", "group": "DELTA_BINARY_PACKED"},
+        write_statistics=["step"],  # with which a reader leaves out row groups
+    )
+
+
+def _link_all(source: Path, target: Path) -> None:
+    """Link all parts of a folder to another one."""
+    target.mkdir(parents=True, exist_ok=True)
+    for part in parts_of(source):
+        if not linked(part, target / part.name):
+            shutil.copy(part, target)
