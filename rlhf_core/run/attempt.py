@@ -94,7 +94,8 @@ def _run_with_fence(
     for folder in (checkpoint_prefix(spec.key), artifact_prefix(spec.stage, spec.key)):
         store.abort_multipart_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
-    stage_run = open_tracking(spec.config).stage_run(
+    tracking = open_tracking(spec.config)
+    stage_run = tracking.stage_run(
         spec.parent_run_id,
         spec.stage,
         spec.key,
@@ -120,6 +121,7 @@ def _run_with_fence(
             here = _on_this_host(spec, store)
             attempt = _Attempt(here, store, fence, work, stage_run, events, stop, monitor)
             ref = attempt.run()
+        tracking.set_tags(stage_run.run_id, {"rlhf.artifact": ref.uri})
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"
@@ -300,9 +302,7 @@ class _Attempt:
             )
             is_complete = True
             stored = () if output is None else output.files
-            ref = artifacts.publish(spec.stage, spec.key, out, provenance, fence=self.fence, stored=stored)
-            self.tracking.set_tags(self.stage_run.run_id, {"rlhf.artifact": ref.uri})
-            return ref
+            return artifacts.publish(spec.stage, spec.key, out, provenance, fence=self.fence, stored=stored)
         except Exception as error:
             # Not at a stop (SystemExit), whose time is needed for the last checkpoint. `publish` raises
             # InputError if it refuses the artifact; after other errors the outbox may have the artifact.
