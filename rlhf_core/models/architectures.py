@@ -78,8 +78,11 @@ def architecture_problems(
         yield ModelError(f"model.path: {model}: {without_model_and_head(name)}")
         return
     ppo = config.ppo
-    users = ["reward.enabled=true"] if config.reward.enabled else []
-    users += ["ppo.algorithm=ppo"] if ppo.enabled and ppo.uses_critic else []
+    users = []
+    if config.reward.enabled:
+        users.append("reward.enabled=true")
+    if ppo.enabled and ppo.uses_critic:
+        users.append("ppo.algorithm=ppo")
     if users and not has_score_model(model_type):
         others = ", other ppo.rewards and ppo.algorithm=reinforce_pp" if ppo.enabled else ""
         yield ModelError(
@@ -148,7 +151,9 @@ def engine_backend(name: str, model_type: str) -> Literal["vllm", "transformers"
         return "transformers"
     if name in _tables()["vllm"]:
         return "vllm"
-    return None if model_type in _tables()["with_fixed_attention"] else "untested"
+    if model_type in _tables()["with_fixed_attention"]:
+        return None
+    return "untested"
 
 
 def engine_changes_classes(folder: Path) -> bool:

@@ -122,25 +122,32 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = Fal
     labels: list[int] = []
     counts: list[int] = []
     last: list[int] = []
-    width = sum(map(len, sequences)) if pack else max(map(len, sequences))
-    offset = 0
-    for row, sequence in enumerate(sequences):
-        start = offset if pack else row * width
+    width = max(map(len, sequences))
+    start = 0
+    for sequence in sequences:
         targets = [t for t in range(1, len(sequence)) if sequence.target_mask[t]]
         select += [start + t - 1 for t in targets]
         labels += [sequence.input_ids[t] for t in targets]
         counts.append(len(targets))
         last.append(start + len(sequence) - 1)
-        offset += len(sequence)
+        start += len(sequence) if pack else width
+    borders: tuple[int, ...] | None = None
+    borders_S: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     if pack:
-        input_ids = torch.tensor([[token for sequence in sequences for token in sequence.input_ids]])
-        positions = torch.tensor([[p for sequence in sequences for p in range(len(sequence))]])
+        borders = tuple(accumulate(map(len, sequences), initial=0))
+        borders_S = torch.tensor(borders, dtype=torch.int32)
+        row: list[int] = []
+        row_positions: list[int] = []
+        for sequence in sequences:
+            row += sequence.input_ids
+            row_positions += range(len(sequence))
+        input_ids = torch.tensor([row])
+        positions = torch.tensor([row_positions])
     else:
         input_ids = torch.full((len(sequences), width), pad_id)
-        for row, sequence in enumerate(sequences):
-            input_ids[row, : len(sequence)] = torch.tensor(sequence.input_ids)
-        positions = None
-    borders = tuple(accumulate(map(len, sequences), initial=0)) if pack else None
+        for index, sequence in enumerate(sequences):
+            input_ids[index, : len(sequence)] = torch.tensor(sequence.input_ids)
     return TokenBatch(
         input_ids,
         positions,
@@ -150,5 +157,5 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = Fal
         torch.tensor(last, dtype=torch.long),
         tuple(counts),
         borders,
-        None if borders is None else torch.tensor(borders, dtype=torch.int32),
+        borders_S,
     )

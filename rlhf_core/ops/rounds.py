@@ -126,7 +126,9 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
         GateFailed: The policy of the last round gave nothing for the next one.
         VotesNeeded: People have not voted on the samples of a round.
     """
-    overrides = [] if config.sample is not None else ["sample={}"]
+    overrides = []
+    if config.sample is None:
+        overrides.append("sample={}")
     judge = (config.sample or SampleConfig()).judge
     demonstrations, pairs = len(config.data.sft), len(config.data.preference)
     has_pairs, trains_sft = pairs > 0, config.sft.enabled
@@ -213,12 +215,16 @@ def rounds_table(summaries: Sequence[Mapping[str, Any]]) -> Table:
     """
     from rich.table import Table
 
-    title, columns = _evaluated(summaries) if "evaluate" in summaries[0] else _sampled(summaries)
+    columns_of = _sampled
+    if "evaluate" in summaries[0]:
+        columns_of = _evaluated
+    title, columns = columns_of(summaries)
     sampled = summaries[0]["sample"]
     answered = titles_of(sampled.get("rl_algorithm", "PPO"))[sampled["policy"]]
     table = Table(title=title, caption=f"pairs, best: answers of {answered}")
-    for column in ("round", *columns, "pairs", "best", "run"):
-        table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
+    for column in ("round", *columns, "pairs", "best"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("run", no_wrap=True)
     for number, summary in enumerate(summaries, start=1):
         rows = summary["sample"]
         values = [values[number - 1] for values in columns.values()]
@@ -230,7 +236,7 @@ def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, l
     """Return a title, and the columns with the results of the SFT model and the registered policy."""
     evaluations = [summary.get("evaluate", {}) for summary in summaries]
     measure = _measure(evaluations[0])
-    name = "score" if measure is None else measure.removeprefix("rules/").replace("_", " ")
+    name = (measure or "score").removeprefix("rules/").replace("_", " ")
     scores = [evaluation.get(measure, {}) for evaluation in evaluations]
     policy = summaries[0].get("policy", "ppo")
     titles = titles_of(evaluations[0].get("rl_algorithm", "PPO"))
@@ -243,11 +249,12 @@ def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, l
 def _sampled(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, list[str]]]:
     """Return a title, and the columns with the scores of the answers to training prompts."""
     metrics = [summary["stages"]["sample"].get("metrics", {}) for summary in summaries]
-    measure, title = ("gold", "gold reward") if "gold_mean" in metrics[0] else ("score", "score")
-    columns = {
-        header: [f"{each[name]:.3f}" if name in each else "-" for each in metrics]
-        for header, name in (("all answers", f"{measure}_mean"), ("best answers", f"{measure}_best"))
-    }
+    measure, title = "score", "score"
+    if "gold_mean" in metrics[0]:
+        measure, title = "gold", "gold reward"
+    columns = {}
+    for header, name in (("all answers", f"{measure}_mean"), ("best answers", f"{measure}_best")):
+        columns[header] = ["-" if name not in each else f"{each[name]:.3f}" for each in metrics]
     return f"{title} on training prompts", columns
 
 

@@ -76,8 +76,9 @@ def without_thoughts(response: str) -> str:
     text = _THOUGHTS_END.split(response)[-1]
     if _THOUGHTS_START.search(text):
         return ""
-    tagged = _ANSWER_TAG.findall(text)
-    return str(tagged[-1] if tagged else text).strip()
+    if tagged := _ANSWER_TAG.findall(text):
+        text = tagged[-1]
+    return str(text).strip()
 
 
 def final_number(text: str) -> str | None:
@@ -98,7 +99,8 @@ def _readings(text: str) -> Iterator[str]:
     phrases = list(_PHRASE.finditer(text))
     if not phrases:
         whole = text.strip()
-        yield from [whole] if "\n" not in whole else []
+        if "\n" not in whole:
+            yield whole
         runs = _runs(text[-_WINDOW:])
         if runs and not _NEGATION.search(runs[-1][0][-10:]):
             yield from _spellings(runs[-1][1], is_all=runs[-1][1] == whole)

@@ -126,8 +126,10 @@ def ask_service(
         except Failure as error:
             if failed is None:
                 has_ended = True
-                tries = "" if isinstance(error, Refused) else f", after {settings.retries + 1} tries"
-                raise RewardError(f"{field}: {error}{tries}") from error
+                text = f"{field}: {error}"
+                if not isinstance(error, Refused):
+                    text += f", after {settings.retries + 1} tries"
+                raise RewardError(text) from error
             with lock:
                 # A refused question does not count, because the server works.
                 in_row += not isinstance(error, Refused)
@@ -164,7 +166,9 @@ def readings(
     """
 
     def result_of(reply: ModelReply) -> T | None:
-        return None if reply.is_cut else read(reply.text)
+        if reply.is_cut:
+            return None
+        return read(reply.text)
 
     found = {question: result_of(reply) for question, reply in ask(questions, False).items()}
     repeated = {f"{question}{again}": question for question, value in found.items() if value is None}
@@ -217,7 +221,9 @@ def _read(body: bytes, url: str, seconds: float) -> ModelReply:
 
 def _count(value: object) -> int:
     """Return a number of tokens; 0 if it is none. It is only shown, so an odd one is no failure."""
-    return value if isinstance(value, int) and 0 <= value < 1 << 40 else 0
+    if isinstance(value, int) and 0 <= value < 1 << 40:
+        return value
+    return 0
 
 
 # -- replies and rubrics --
@@ -248,9 +254,10 @@ class Replies:
     def find(self, question: str) -> ModelReply | None:
         """Return the reply to a question that was asked before. None if there is none, or it is damaged."""
         file = self._file(question)
-        content = None if file is None else read_json(file)
+        if file is None or (content := read_json(file)) is None:
+            return None
         try:
-            return None if content is None else ModelReply(**content)
+            return ModelReply(**content)
         except TypeError:
             return None
 

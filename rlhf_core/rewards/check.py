@@ -62,11 +62,11 @@ def _source(config: PipelineConfig, source: AnyReward, field: str) -> Iterator[F
     elif isinstance(source, RemoteReward):
         yield from _services(source.urls, f"{field}.urls", reward_token())
     elif isinstance(source, LanguageModelReward):
-        try:
-            if source.rubric is not None:
+        if source.rubric is not None:
+            try:
                 read_rubric(source.rubric, f"{field}.rubric")
-        except ConfigError as error:
-            yield error
+            except ConfigError as error:
+                yield error
         yield from check_chat_service(config, source, field)
     elif isinstance(source, GoldReward) and field.startswith("ppo.") and _has_other_prompts(config):
         yield (
@@ -146,8 +146,9 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
         code = file.read_text(encoding="utf-8")
         symbols = symtable.symtable(code, str(file), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        position = f"{file}:{line}" if line else str(file)
+        position = str(file)
+        if line := getattr(error, "lineno", None):
+            position += f":{line}"
         yield ConfigError(f"{field}.function: {position} is not valid Python ({error}); correct it")
         return
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
@@ -159,7 +160,9 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
 
 def function_file(source: UserFunction) -> Path | None:
     """Return the file with the function of a user, or None if its module is not found."""
-    return Path(source.file) if source.file else module_file(source.function.partition(":")[0])
+    if source.file:
+        return Path(source.file)
+    return module_file(source.function.partition(":")[0])
 
 
 def module_file(module: str) -> Path | None:
@@ -172,4 +175,6 @@ def module_file(module: str) -> Path | None:
         if spec is None:
             return None
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
-    return Path(spec.origin) if spec is not None and spec.origin else None
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin)

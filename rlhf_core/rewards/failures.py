@@ -79,8 +79,9 @@ class Outcome:
             # Also false for NaN.
             if not abs(value) <= _LARGEST:
                 finite[index] = math.nan
-                where = " in float32" if math.isfinite(value) else ""
-                reasons[index] = f"it returned {value}, but rewards must be finite{where}"
+                reasons[index] = f"it returned {value}, but rewards must be finite"
+                if math.isfinite(value):
+                    reasons[index] += " in float32"
         return Outcome(finite, reasons)
 
     @staticmethod
@@ -168,8 +169,9 @@ def score_with_retries(
             f"reward {name}", attempt, attempts, pause=pause, is_incomplete=lambda found: bool(found.reasons)
         )
     except Failure as failure:
-        # An earlier try may have had values, of which some were missing.
-        return answers[-1] if answers else isolate(search or call, samples, failure)
+        if answers:  # an earlier try had values, of which some were missing
+            return answers[-1]
+        return isolate(search or call, samples, failure)
 
 
 def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Outcome:

@@ -98,12 +98,13 @@ class LanguageModelGrades:
             return found
 
         grades = readings(questions, ask, lambda text: grade_of(text, self._source.scale), again)
-        values, reasons = [], {}
+        values, reasons = [math.nan] * len(questions), {}
         for index, question in enumerate(questions):
             grade = grades.get(question)
             if grade is None:
                 reasons[index] = self._reason(question, f"{question}{again}", replies, failed)
-            values.append(math.nan if grade is None else (grade - 1) / (self._source.scale - 1))
+            else:
+                values[index] = (grade - 1) / (self._source.scale - 1)
         return Outcome(values, reasons, self._usage(replies))
 
     def close(self) -> None:
@@ -159,5 +160,6 @@ def grade_of(reply: str, scale: int) -> int | None:
     if re.search("[0-9]", re.sub(rf"\(1 ?(?:-|–|to) ?{scale}\)|\(out of {scale}\)", "", label)):
         return None
     found = re.fullmatch(rf"([0-9]{{1,4}})(\s*/\s*{scale})?", word)
-    grade = int(found[1]) if found else 0
-    return grade if 1 <= grade <= scale else None
+    if found is None or not 1 <= int(found[1]) <= scale:
+        return None
+    return int(found[1])

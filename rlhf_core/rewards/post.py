@@ -109,8 +109,8 @@ class Poster:
         self, name: str, urls: Sequence[str], token: str | None, token_fix: str, other_fix: str
     ) -> None:
         # Here and not only before the run: a token may be known on the cluster alone.
-        for url in urls if token else ():
-            if problem := clear_text_problem(url):
+        for url in urls:
+            if token and (problem := clear_text_problem(url)):
                 raise ConfigError(f"{name}: its url {problem}")
         self.name, self._token_fix, self._other_fix = name, token_fix, other_fix
         # Not compressed: `iter_raw` below, whose bytes are counted, does not decompress.
@@ -157,7 +157,9 @@ class Poster:
             return self._token_fix
         if 300 <= status < 400:
             return "give its final address: redirects are not followed"
-        return "it must take application/json" if status == 415 else self._other_fix
+        if status == 415:
+            return "it must take application/json"
+        return self._other_fix
 
     def _post(self, url: str, body: bytes, seconds: float) -> tuple[int, bytes, float]:
         """Return status and body of the answer, and the seconds of its header Retry-After."""
@@ -182,4 +184,6 @@ class Poster:
 
 def _pause(header: str) -> float:
     """Return the seconds of the header Retry-After; 0 if it has a date or is missing."""
-    return min(float(header), _LONGEST_PAUSE) if header.isascii() and header.isdigit() else 0.0
+    if not (header.isascii() and header.isdigit()):
+        return 0.0
+    return min(float(header), _LONGEST_PAUSE)

@@ -55,9 +55,10 @@ def read_code(source: UserFunction, field: str, digest: str | None) -> bytes | N
     if source.file is not None and not Path(source.file).is_file():
         raise ConfigError(f"{field}.file must be an existing Python file; got {source.file}")
     file = function_file(source)
-    readable = file is not None and file.suffix == ".py" and file.is_file()
-    code = file.read_bytes() if file is not None and readable else None
-    if digest is not None and code is not None and hashlib.sha256(code).hexdigest() != digest:
+    if file is None or file.suffix != ".py" or not file.is_file():
+        return None
+    code = file.read_bytes()
+    if digest is not None and hashlib.sha256(code).hexdigest() != digest:
         raise InputError(
             f"{field}: {file} has changed since this run began; "
             "restore the former content, or start the run again to use the new one"
@@ -125,7 +126,9 @@ class PythonFunction:
         theirs.close()
         self._channel = ours
         try:
-            code = None if self._code is None else base64.b64encode(self._code).decode()
+            code = None
+            if self._code is not None:
+                code = base64.b64encode(self._code).decode()
             reply = self._exchange({"code": code}, max(START_SECONDS, source.timeout))
         except Failure as failure:
             raise RewardError(

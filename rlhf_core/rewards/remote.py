@@ -111,10 +111,13 @@ class ReplicaPool:
     def _release(self, replica: Replica, *, works: bool) -> None:
         with self._changed:
             replica.active -= 1
-            replica.failures = 0 if works else replica.failures + 1
+            replica.failures += 1
+            if works:
+                replica.failures = 0
+            replica.unused_until = 0.0
             # One that answers nothing is the least busy one, and would get all requests.
-            is_broken = replica.failures >= self._source.breaker_failures
-            replica.unused_until = time.monotonic() + self._source.breaker_seconds if is_broken else 0.0
+            if replica.failures >= self._source.breaker_failures:
+                replica.unused_until = time.monotonic() + self._source.breaker_seconds
             self._changed.notify_all()
 
 

@@ -71,8 +71,9 @@ def length(source: LengthReward, sample: RewardInput) -> float:
 def keywords(source: KeywordsReward, sample: RewardInput) -> float:
     """Return per_word * min(cap, occurrences), in [0, per_word * cap], or below 0 if `per_word` is."""
     counts = [len(_whole_word(word).findall(sample.response)) for word in source.words]
-    count = sum(1 for n in counts if n) if source.distinct else sum(counts)
-    return source.per_word * min(source.cap, count)
+    if source.distinct:
+        counts = [min(count, 1) for count in counts]
+    return source.per_word * min(source.cap, sum(counts))
 
 
 def format_match(source: FormatReward, sample: RewardInput, seconds: float = MATCH_SECONDS) -> float:
@@ -100,7 +101,9 @@ def repetition(source: RepetitionReward, sample: RewardInput) -> float:
     found = words(sample.response)
     grams = Counter(tuple(found[i : i + source.ngram]) for i in range(len(found) - source.ngram + 1))
     total = grams.total()
-    return len(grams) / total - 1.0 if total else 0.0
+    if not total:
+        return 0.0
+    return len(grams) / total - 1.0
 
 
 def relevance(source: RelevanceReward, sample: RewardInput) -> float:
@@ -129,7 +132,7 @@ def well_formed(sample: RewardInput) -> float:
 def token_share(source: TokenShareReward, sample: RewardInput) -> float:
     """Return the share, in [0, 1], of response token ids under `below`; 0 for an empty response."""
     ids = sample.response_ids
-    return sum(token < source.below for token in ids) / len(ids) if ids else 0.0
+    return sum(token < source.below for token in ids) / max(1, len(ids))
 
 
 _RULES: dict[type[RewardSource], Callable[[Any, RewardInput], float]] = {

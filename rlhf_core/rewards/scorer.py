@@ -141,4 +141,6 @@ class Scorer:
             raise ItemError("its texts must be Unicode, without lone surrogates") from error
         except (RowError, EncodeError) as error:
             raise ItemError(str(error)) from error
-        return prompt_ids, response_ids if finished else response_ids[:-1]
+        if not finished:
+            response_ids = response_ids[:-1]  # EOS, which the encoder adds
+        return prompt_ids, response_ids

@@ -129,6 +129,11 @@ class Log(NamedTuple):
         return [move for move in self.moves if move.state == "done"]
 
 
+def counted(moves: Iterable[Move]) -> list[Move]:
+    """Return the moves of a history that count."""
+    return [move for move in moves if move.state != "overtaken"]
+
+
 def log_of(model: str) -> str:
     """Return the name of the registered model that is the log of `model`."""
     return f"{model}{_SUFFIX}"
@@ -160,8 +165,10 @@ def read_log(mlflow: Mlflow, model: str) -> Log:
         for move in content.moves:
             if after < last_move:
                 moves.append(replace(move, number=number, state="overtaken", digests=None))
+            elif number <= written:
+                moves.append(replace(move, number=number, state="done"))
             else:
-                moves.append(replace(move, number=number, state="done" if number <= written else "started"))
+                moves.append(replace(move, number=number, state="started"))
         if content.moves and after >= last_move:
             last_move = number
         if content.tests and after >= last_test:
@@ -225,12 +232,8 @@ def _copy_old_tags(mlflow: Mlflow, model: str) -> None:
                 tests.append(replace(test, version=name.rpartition(".")[2]))
     if moves or tests:
         champion = mlflow.aliases(model).get("champion")
-        counted = [
-            move
-            for move in moves
-            if move.state == "done" or (move.state == "started" and move.version == champion)
-        ]
-        _create(mlflow, model, _Entry(None, tuple(counted), tuple(tests)))
+        kept = [move for move in counted(moves) if move.state == "done" or move.version == champion]
+        _create(mlflow, model, _Entry(None, tuple(kept), tuple(tests)))
 
 
 def _writer() -> str:

@@ -29,6 +29,7 @@ from rlhf_core.tracking.champion_log import (
     Log,
     Move,
     append,
+    counted,
     log_of,
     mark_written,
     read_log,
@@ -97,20 +98,20 @@ def revocation(
         versions: All versions of the model, or those that `_versions_of_rollbacks` returns.
         moves: The history of its champions.
     """
-    found = [
-        Revocation(each.version, each.tags[REVOKED], _digests(each.tags))
-        for each in versions
-        if REVOKED in each.tags
-    ]
-    existing = {each.version for each in versions}
+    found = []
+    existing = set()
+    for each in versions:
+        existing.add(each.version)
+        if REVOKED in each.tags:
+            found.append(Revocation(each.version, each.tags[REVOKED], _digests(each.tags)))
     # Only of deleted versions. An existing one has the tag REVOKED, which a person may have removed.
     for move in moves:
         if move.digests and move.previous not in existing:
             digests = _digests(move.digests)
             found.append(Revocation(str(move.previous), move.reason, digests, move.number))
-    for each in found:
-        if each.version == version.version or each.digests & _digests(version.tags):
-            return each
+    for candidate in found:
+        if candidate.version == version.version or candidate.digests & _digests(version.tags):
+            return candidate
     return None
 
 
@@ -147,7 +148,9 @@ def registry_errors(mlflow: Mlflow, action: str) -> Iterator[None]:
     except RLHFError:
         raise
     except Exception as error:
-        address = "(address hidden)" if has_credentials(mlflow.uri) else mlflow.uri
+        address = mlflow.uri
+        if has_credentials(address):
+            address = "(address hidden)"
         why = describe_failure(error)
         raise InfrastructureError(f"MLflow at {address} did not {action}: it {why}") from error
 
@@ -168,8 +171,7 @@ def move_champion(mlflow: Mlflow, model: str, move: Move, after: int) -> Move:
     failpoint("champion.recorded")
     entries = settle(mlflow, model)
     made = next(each for each in entries.moves if each.number == number)
-    counted = [each for each in entries.moves if each.state != "overtaken"]
-    if made == counted[-1] and _champion(mlflow, model) != made.version:
+    if made == counted(entries.moves)[-1] and number_of(mlflow.by_alias(model, CHAMPION)) != made.version:
         return replace(made, state="overtaken")
     return made
 
@@ -181,7 +183,7 @@ def settle(mlflow: Mlflow, model: str) -> Log:
     entries = read_log(mlflow, model)
     written = entries.written
     while True:
-        moves = [move for move in entries.moves if move.number > written and move.state != "overtaken"]
+        moves = [move for move in counted(entries.moves) if move.number > written]
         if moves:
             _write(mlflow, model, moves)
         has_replaced = _replace_revoked(mlflow, model, entries)
@@ -196,7 +198,10 @@ def settle(mlflow: Mlflow, model: str) -> Log:
         mark_written(mlflow, model, entries.last)
         failpoint("champion.done")
     # Not read again: a move that was recorded after this is not written yet.
-    done = [replace(move, state="done") if move.state == "started" else move for move in entries.moves]
+    done = list(entries.moves)
+    for index, move in enumerate(done):
+        if move.state == "started":
+            done[index] = replace(move, state="done")
     return entries._replace(moves=done, written=entries.last)
 
 
@@ -234,15 +239,17 @@ def _replace_revoked(mlflow: Mlflow, model: str, entries: Log) -> bool:
     _set(mlflow, model, target)
     log.warning(
         "%s: version %s is revoked and had the alias `%s`; %s has it now",
-        model, champion.version, CHAMPION, f"version {target}" if target else "none",
+        model, champion.version, CHAMPION, named(target),
     )  # fmt: skip
     return True
 
 
 def _former_champions(moves: Sequence[Move]) -> list[str | None]:
     """Return the champions of a history, the last one first; None for a time without one."""
-    counted = [move for move in reversed(moves) if move.state != "overtaken"]
-    return list(dict.fromkeys(number for move in counted for number in (move.version, move.previous)))
+    numbers: list[str | None] = []
+    for move in reversed(counted(moves)):
+        numbers += [move.version, move.previous]
+    return list(dict.fromkeys(numbers))
 
 
 def _is_usable(
@@ -261,10 +268,18 @@ def _set(mlflow: Mlflow, model: str, version: str | None) -> None:
         mlflow.set_alias(model, CHAMPION, version)
 
 
-def _champion(mlflow: Mlflow, model: str) -> str | None:
-    """Return the version that has the alias."""
-    champion = mlflow.by_alias(model, CHAMPION)
-    return champion.version if champion else None
+def number_of(version: ModelVersion | None) -> str | None:
+    """Return the number of a version; None for no version."""
+    if version is None:
+        return None
+    return version.version
+
+
+def named(number: str | None, none: str = "none") -> str:
+    """Return `version 3` for a message, or the word for no version."""
+    if number is None:
+        return none
+    return f"version {number}"
 
 
 def moved_by_hand(mlflow: Mlflow, model: str, champion: ModelVersion | None, moves: Sequence[Move]) -> str:
@@ -273,10 +288,11 @@ def moved_by_hand(mlflow: Mlflow, model: str, champion: ModelVersion | None, mov
     It was then moved or removed in MLflow, without a match and without a reason. During a move, and if the
     champion of the history is revoked, it cannot be known: `settle` moves the alias as well.
     """
-    counted = [move for move in moves if move.state != "overtaken"]
-    if counted and counted[-1].state == "started":
-        return ""
-    recorded, now = counted[-1].version if counted else None, champion.version if champion else None
+    recorded, now = None, number_of(champion)
+    if changes := counted(moves):
+        if changes[-1].state == "started":
+            return ""
+        recorded = changes[-1].version
     if recorded == now:
         return ""
     if recorded is not None:
@@ -284,10 +300,9 @@ def moved_by_hand(mlflow: Mlflow, model: str, champion: ModelVersion | None, mov
             version = mlflow.version(model, recorded)
             if version is not None and find_revocation(mlflow, model, version) is not None:
                 return ""
-    names = [f"version {number}" if number else "no version" for number in (recorded, now)]
     return (
-        f"the alias `{CHAMPION}` was moved by hand: the history says {names[0]}, and {names[1]} has it; use"
-        " `rlhf promote` or `rlhf rollback`, which record a reason"
+        f"the alias `{CHAMPION}` was moved by hand: the history says {named(recorded, 'no version')}, and"
+        f" {named(now, 'no version')} has it; use `rlhf promote` or `rlhf rollback`, which record a reason"
     )
 
 
@@ -319,7 +334,7 @@ def promote(mlflow: Mlflow, model: str, version: str, reason: str) -> Moved:
                 return Moved(last, last.number in now.interrupted)
             raise InputError(f"version {version} of {model} is the champion already")
         usable_version(mlflow, model, version)
-        move = Move(time.time(), "promoted", version, champion.version if champion else None, reason)
+        move = Move(time.time(), "promoted", version, number_of(champion), reason)
         return _moved(mlflow, model, move, now.log.last)
 
 
@@ -345,15 +360,14 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         champion, last, seen = begun.champion, begun.last, begun.seen
         if to not in (None, NONE):
             to = find_version(mlflow, model, to).version
-        now = champion.version if champion else None
+        now = number_of(champion)
         # Before the checks below: after a rollback to no champion, the same command finds none.
         if last is not None and _is_same_rollback(last, now, reason, to):
             return Moved(last, last.number in begun.interrupted)
         if now != seen:
             raise InputError(
                 "an interrupted move was finished, or a revoked champion was replaced, and the champion of"
-                f" {model} is {f'version {now}' if now else 'none'} now, not"
-                f" {f'version {seen}' if seen else 'none'}; nothing else was changed; see"
+                f" {model} is {named(now)} now, not {named(seen)}; nothing else was changed; see"
                 f" `rlhf champions {model}`, and decide again"
             )
         if champion is None:
@@ -377,8 +391,10 @@ def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVer
     """Return a version by its number or alias. Raises InputError if there is none."""
     with registry_errors(mlflow, f"find {model}@{wanted}"):
         _require_model(mlflow, model)
-        is_number = _NUMBER.fullmatch(wanted) is not None
-        found = mlflow.version(model, wanted) if is_number else mlflow.by_alias(model, wanted)
+        if _NUMBER.fullmatch(wanted):
+            found = mlflow.version(model, wanted)
+        else:
+            found = mlflow.by_alias(model, wanted)
         if found is not None:
             return found
         numbers = sorted((each.version for each in mlflow.versions(model)), key=int)
@@ -425,7 +441,7 @@ class _Begun(NamedTuple):
     @property
     def last(self) -> Move | None:
         """The last finished move."""
-        return self.log.done[-1] if self.log.done else None
+        return next(reversed(self.log.done), None)
 
 
 def _begin(mlflow: Mlflow, model: str, reason: str) -> _Begun:
@@ -438,7 +454,7 @@ def _begin(mlflow: Mlflow, model: str, reason: str) -> _Begun:
             f" got {len(reason)}; shorten it"
         )
     _require_model(mlflow, model)
-    seen = _champion(mlflow, model)  # before `settle`, which can change it
+    seen = number_of(mlflow.by_alias(model, CHAMPION))  # before `settle`, which can change it
     interrupted = frozenset(move.number for move in history(mlflow, model) if move.state == "started")
     entries = settle(mlflow, model)
     # After the log: a move that was made in between is not in the log, and this command then does not count.

@@ -70,7 +70,9 @@ def _driver_problem(uri: str) -> str | None:
 def check_tracking(config: PipelineConfig) -> Iterator[Finding]:
     """Check the tracking URI, its file if it is a database in a file, and variables of MLflow's client."""
     uri = given_tracking_uri(config)
-    problem = None if uri is None else tracker_problem(uri)
+    problem = None
+    if uri is not None:
+        problem = tracker_problem(uri)
     if problem is None and (database := sqlite_path(tracking_uri(config))):
         problem = database_problem(database)
     if problem is not None:

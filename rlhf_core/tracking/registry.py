@@ -27,6 +27,7 @@ from rlhf_core.tracking.champions import (
     history,
     move_champion,
     moved_by_hand,
+    number_of,
     registry_errors,
     revocation,
     settle,
@@ -123,13 +124,15 @@ def register(
     while champion is None or champion.version != version.version:
         with registry_errors(mlflow, action):
             revoked = _revoked(mlflow, model, version)
-        match = None if revoked else _match(candidate, champion, gate, run_match)
+        match = None
+        if not revoked:
+            match = _match(candidate, champion, gate, run_match)
         with registry_errors(mlflow, action):
             # The match can take long, and other versions may have been tested in the meantime.
             entries = settle(mlflow, model)
-            opponent = champion.version if champion else None
+            opponent = number_of(champion)
             now = mlflow.by_alias(model, CHAMPION)
-            if (now.version if now else None) != opponent:
+            if number_of(now) != opponent:
                 champion = now
                 continue
             choose = partial(
@@ -141,14 +144,16 @@ def register(
             if decision.tested:
                 test = _spend(mlflow, model, entries, choose)
                 decision = _decide(candidate, champion, match, gate, test.level)
-            played = match if isinstance(match, Match) else None
-            # A version that was champion before kept the evaluation of that time (`_find_or_create`).
-            promoted_by = _tags(candidate) if decision.champion else {}
-            outcome = {_RULE: decision.rule, _REASON: decision.reason}
-            mlflow.tag_version(model, version.version, {**outcome, **promoted_by})
+            played, evidence = None, None
+            if isinstance(match, Match):
+                played, evidence = match, match.record()
+            tags = {_RULE: decision.rule, _REASON: decision.reason}
+            if decision.champion:
+                # A version that was champion before kept the evaluation of that time (`_find_or_create`).
+                tags |= _tags(candidate)
+            mlflow.tag_version(model, version.version, tags)
             failpoint("register.decided")
             if decision.champion:
-                evidence = played.record() if played else None
                 move = Move(clock(), "crowned", version.version, opponent, decision.reason, evidence)
                 moved = move_champion(mlflow, model, move, entries.last)
                 if moved.state != "done" or _revoked(mlflow, model, version):  # in the meantime
@@ -181,8 +186,7 @@ def why_outdated(mlflow: Mlflow, model: str, facts: Mapping[str, str]) -> str:
     if not _with_weights(versions, facts["weights_sha256"]):
         return f"MLflow has no such version of {model}"
     moves = history(mlflow, model)
-    champion = mlflow.by_alias(model, CHAMPION)
-    now = champion.version if champion else None
+    now = number_of(mlflow.by_alias(model, CHAMPION))
 
     def is_revoked(number: str) -> bool:
         version = next((each for each in versions if each.version == number), ModelVersion(number, {}))
@@ -190,10 +194,13 @@ def why_outdated(mlflow: Mlflow, model: str, facts: Mapping[str, str]) -> str:
 
     own, previous = facts["version"], facts.get("previous_champion")
     if facts["champion"] == "True":
-        is_gone = own != now and is_revoked(own)
-        return f"version {own} of {model} was champion and is revoked" if is_gone else ""
+        if own != now and is_revoked(own):
+            return f"version {own} of {model} was champion and is revoked"
+        return ""
     if facts["rule"] == "revoked":
-        return "" if is_revoked(own) else f"version {own} of {model} is not revoked any more"
+        if not is_revoked(own):
+            return f"version {own} of {model} is not revoked any more"
+        return ""
     if previous is not None and previous != now and is_revoked(previous):
         return f"the champion of that time, version {previous} of {model}, is revoked"
     return ""
@@ -233,7 +240,9 @@ def _earlier_registration(entries: Log, model: str, champion: ModelVersion, crea
     if crowned:
         move = crowned[-1]
         decision = Decision(True, champion.tags.get(_RULE, decision.rule), move.reason, tested=True)
-        opponent, match = move.previous, Match(**move.evidence) if move.evidence else None
+        opponent = move.previous
+        if move.evidence:
+            match = Match(**move.evidence)
     return Registration(model, champion.version, created, decision, opponent, match, already_champion=True)
 
 
@@ -253,10 +262,12 @@ def _decide(
     gate: Gate,
     level: float,
 ) -> Decision:
-    record = _record(champion) if champion is not None else None
-    if champion is not None and record is None:
-        text = f"the champion, version {champion.version}, has no recorded evaluation"
-        return Decision(False, "unknown", text, advice=BY_A_PERSON)
+    record = None
+    if champion is not None:
+        record = _record(champion)
+        if record is None:
+            text = f"the champion, version {champion.version}, has no recorded evaluation"
+            return Decision(False, "unknown", text, advice=BY_A_PERSON)
     return decide(candidate.evaluation, record, match, gate=gate, level=level)
 
 
@@ -283,11 +294,11 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
         # path readable for users.
         source = f"{LOCAL_STORE}{source}"
     description = _description(candidate)
-    run_id = candidate.run_id if candidate.run_id and mlflow.has_run(candidate.run_id) else None
-    return (
-        mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description),
-        True,
-    )
+    run_id = candidate.run_id
+    if not run_id or not mlflow.has_run(run_id):
+        run_id = None
+    created = mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description)
+    return created, True
 
 
 def _was_champion(mlflow: Mlflow, model: str, version: str) -> bool:
