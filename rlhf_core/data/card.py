@@ -329,18 +329,23 @@ def _runs_text(runs: Sequence[Sequence[Any]]) -> str:
     return " ".join(f"⟦{'|'.join(tokens)}⟧" if marked else "|".join(tokens) for marked, tokens in runs)
 
 
-def card_markdown(card: Mapping[str, Any]) -> str:
-    """Return the card as Markdown."""
+def _settings(card: Mapping[str, Any]) -> list[str]:
     tokenizer = card["tokenizer"]
-    lines = ["# Data card", ""]
     seeds = f"Seed {card['seed']}, split seed {card['split_seed']}"
-    lines += [f"{seeds}, chat template {markdown_cell(card['template_from'])}.", ""]
-    lines += [f"Thoughts of the assistant (data.thoughts): {card['thoughts']}.", ""]
-    lines += [
+    return [
+        f"{seeds}, chat template {markdown_cell(card['template_from'])}.",
+        "",
+        f"Thoughts of the assistant (data.thoughts): {card['thoughts']}.",
+        "",
         f"Tokenizer from {markdown_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos"
         f" {markdown_cell(tokenizer['bos'])}, eos {markdown_cell(tokenizer['eos'])}, pad"
-        f" {markdown_cell(tokenizer['pad'])}."
+        f" {markdown_cell(tokenizer['pad'])}.",
     ]
+
+
+def card_markdown(card: Mapping[str, Any]) -> str:
+    """Return the card as Markdown."""
+    lines = ["# Data card", "", *_settings(card)]
     lines += ["", "## Sources", "", "| field | path | sha256 or revision |", "|---|---|---|"]
     lines += [
         f"| {row['field']} | {markdown_cell(row['path'])} | {markdown_cell(row['digest'])} |"

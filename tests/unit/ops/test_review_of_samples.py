@@ -191,6 +191,6 @@ def test_runs_without_answers_to_compare_are_refused(
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / ANSWERS).write_text('{"prompt_id": "p"}\n')
+    (tmp_path / ANSWERS).write_text('{"prompt_id": "p", "answers": []}\n')
     with pytest.raises(CorruptArtifact, match=r"answers\.jsonl cannot be read \('prompt'\)"):
         load_sampled_pairs(tmp_path / ANSWERS)

@@ -93,7 +93,7 @@ def keys(run: PipelineRun) -> dict[StageName, str]:
     return {stage: run.spec(stage, inputs).key for stage in STAGES}
 
 
-def test_learning_rate_of_ppo_changes_keys_of_ppo_and_evaluate(
+def test_learning_rate_of_ppo_changes_keys_of_ppo_and_of_what_measures_it(
     tmp_path: Path,
 ) -> None:
     before, after = (
@@ -101,7 +101,12 @@ def test_learning_rate_of_ppo_changes_keys_of_ppo_and_evaluate(
         keys(pipeline(tmp_path, ppo={"policy": {"learning_rate": 3e-6}})),
     )
     # `register` follows through the digests of its inputs, which are equal here.
-    assert [stage for stage in STAGES if before[stage] != after[stage]] == ["ppo", "sample", "evaluate"]
+    assert [stage for stage in STAGES if before[stage] != after[stage]] == [
+        "ppo",
+        "sample",
+        "evaluate",
+        "benchmark",
+    ]
 
 
 def test_another_timeout_or_retry_count_changes_no_key(tmp_path: Path) -> None:
