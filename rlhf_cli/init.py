@@ -15,6 +15,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.system.shipped import CONFIGS
 
 File = Annotated[str | None, Parameter(metavar="FILE")]
+_PAGES = {"ppo": "first-run.md", "grpo": "grpo.md", "dpo": "dpo.md"}
 
 
 @app.command(group=BEFORE)
@@ -77,7 +78,7 @@ def _init(
     schema = out.with_name(FILE)
     schema.write_text(schema_json(), encoding="utf-8")
     print(f"\nwrote {out}, and {schema} for completion in editors")
-    print(f"next: rlhf plan {out}, then rlhf run {out}")
+    print(f"next: rlhf plan {out}, then rlhf run {out}; docs/{_PAGES[goal]} explains both")
     return 0
 
 

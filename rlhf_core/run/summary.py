@@ -202,6 +202,8 @@ def verdict(summary: Mapping[str, Any]) -> str:
         parts.append(f"KL {found['kl']:.3g}")
     if "reason" in (registered := summary.get("registration", {})):
         parts.append(_outcome(registered))
+    if found.get("judge_trained_on"):
+        parts.append("judged by the reward that it was trained on")
     return ", ".join(parts)
 
 

@@ -173,11 +173,12 @@ class StepChecks:
         uniform = groups >= 0.9 or metrics["objective/scores_std"] == 0.0
         metrics["guards/uniform_scores"] = float(uniform)
         if uniform and not self._uniform:
-            alarm(
-                "uniform_scores",
-                f"step {step}: nearly all scores that are compared with each other are equal, so nothing is"
-                " learned from them; check the reward, or raise ppo.samples_per_prompt or ppo.temperature",
-            )
+            problem = "nearly all scores that are compared with each other are equal"
+            fix = "check the reward, or raise ppo.samples_per_prompt or ppo.temperature"
+            if metrics["objective/scores"] == metrics["objective/scores_std"] == 0.0:
+                problem = "all scores are 0"
+                fix = "use easier prompts, a larger model, or more SFT before; or check the reward"
+            alarm("uniform_scores", f"step {step}: {problem}, so nothing is learned from them; {fix}")
         self._uniform = uniform
 
     def best_hint(self) -> str:

@@ -30,6 +30,7 @@ GOOD = {
     "rollout/score_length_correlation": 0.3,
     "value/explained_variance": 0.5,
     "objective/score_clipfrac": 0.0,
+    "objective/scores": 0.5,
     "objective/scores_std": 1.0,
     "rollout/unscored": 0.0,
 }
@@ -147,6 +148,13 @@ def test_equal_scores_of_a_prompt_are_no_reason_to_warn_if_prompts_are_compared(
     assert not caplog.records
     checks.verify(metrics(objective__scores_std=0.0), 2)
     assert "scores that are compared with each other are equal" in caplog.text
+
+
+def test_scores_that_are_all_0_name_prompts_and_model(
+    checks: StepChecks, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks.verify(metrics(objective__scores=0.0, objective__scores_std=0.0), 1)
+    assert "step 1: all scores are 0, so nothing is learned from them; use easier prompts" in caplog.text
 
 
 BECOME_NAN = [
