@@ -60,6 +60,8 @@ _POINTS = 72
 """Units of an SVG image per inch."""
 _MOST_READINGS = 200
 """Readings of a panel. With more, they would be narrower than a pointer can choose."""
+_MOST_POINTS = 2000
+"""Points of a line in an SVG image, where each marker is an element."""
 GOLD = "rewards/gold/mean"
 """True reward by step, if the rewards include a source of type gold (with weight 0, as a monitor)."""
 
@@ -74,7 +76,7 @@ class Reading:
     place: str
     """For example `step 12`."""
     values: tuple[tuple[str, str], ...]
-    """Names and values."""
+    """Names and values, at least one."""
     x: float
     """In units of the image, as all lengths."""
     left: float
@@ -320,9 +322,12 @@ def to_png(figure: Any) -> bytes:
 def to_image(figure: Any) -> Image:
     """Return the figure with the colours of the report's page, and with its readings.
 
-    The same figure gives the same image. It has no text of its own font, and no address, also not of a part
-    of itself.
+    The same figure gives the same image. It has no text of its own font, and no address except those of its
+    own markers. Long lines are thinned in `figure` too: save it as a PNG before.
     """
+    for axes in figure.axes:
+        for line in axes.lines:
+            line.set_data(*map(_thinned, line.get_data(orig=False)))
     for artist in figure.findobj():
         artist.set_clip_on(False)  # a clip has an address, and nothing is drawn outside of the axes
     buffer = io.StringIO()
@@ -335,16 +340,21 @@ def to_image(figure: Any) -> Image:
     for color, name in VARIABLES.items():
         content = content.replace(color, f"var(--{name})")
     width, height = figure.get_size_inches() * _POINTS
-    panels = [_panel(axes, width, height) for axes in figure.axes if hasattr(axes, "readings")]
+    panels = [_panel(axes, width, height) for axes in figure.axes if getattr(axes, "readings", ())]
     return Image(float(width), float(height), content, tuple(panels))
+
+
+def _thinned(values: Any) -> Any:
+    """Return at most `_MOST_POINTS` of the values (n,), with the first and the last one."""
+    return values[np.linspace(0, len(values) - 1, min(len(values), _MOST_POINTS)).astype(int)]
 
 
 def _panel(axes: Any, width: float, height: float) -> Panel:
     """Return the panel of these axes, in an image of this size."""
     box = axes.get_position()
     left, right = axes.get_xlim()
-    found = sorted((x, place, values) for x, place, values in axes.readings if math.isfinite(x))
-    found = found[:: math.ceil(len(found) / _MOST_READINGS) or 1]
+    found = sorted(axes.readings)
+    found = found[:: math.ceil(len(found) / _MOST_READINGS)]
     at = [width * (box.x0 + box.width * (x - left) / (right - left)) for x, _, _ in found]
     borders = [width * box.x0, *((a + b) / 2 for a, b in pairwise(at)), width * box.x1]
     readings = []
@@ -355,12 +365,13 @@ def _panel(axes: Any, width: float, height: float) -> Panel:
 
 def _read(axes: Any, x: Sequence[float], places: Sequence[str], columns: Mapping[str, Any]) -> None:
     """Set what `to_image` shows of the axes: values (n,) by name at the places (n,), whose coordinates are
-    `x` (n,). Values that are not finite are left out.
+    `x` (n,). Values that are not finite, and places without values, are left out.
     """
     axes.readings = []
     for i, place in enumerate(places):
         values = [(name, f"{column[i]:.4g}") for name, column in columns.items() if math.isfinite(column[i])]
-        axes.readings.append((float(x[i]), place, tuple(values)))
+        if values and math.isfinite(x[i]):
+            axes.readings.append((float(x[i]), place, tuple(values)))
 
 
 def _read_lines(axes: Any, places: Sequence[str]) -> None:
@@ -375,7 +386,8 @@ def _steps_with_kl(steps: Iterable[float], kl: Iterable[float]) -> list[str]:
 
 
 def _legend(axes: Any, place: str) -> None:
-    axes.legend(loc=place, frameon=False, labelcolor=INK)
+    # Given, because matplotlib warns if it finds none.
+    axes.legend(*axes.get_legend_handles_labels(), loc=place, frameon=False, labelcolor=INK)
 
 
 def _figure(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:

@@ -121,7 +121,7 @@ def _run_with_fence(
             here = _on_this_host(spec, store)
             attempt = _Attempt(here, store, fence, work, stage_run, events, stop, monitor)
             ref = attempt.run()
-        tracking.set_tags(stage_run.run_id, {"rlhf.artifact": ref.uri})
+        stage_run.set_tags({"rlhf.artifact": ref.uri})
         status = "FINISHED"
     except Exception as error:
         status = "FAILED"

@@ -208,13 +208,13 @@ def verdict(summary: Mapping[str, Any]) -> str:
 
 
 def outcome(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a run knows after its report: the promotion, and the time of all stages, also reused ones.
-    Empty if it did not register.
+    """Return what a run knows after its report: the promotion, and with it the time of all stages, also
+    reused ones.
     """
     rows = _rows_of_registration(summary.get("registration", {}))
-    if rows:
-        rows.append(("all stages", duration(3600 * headline_metrics(summary)["hours"])))
-    return rows
+    if not rows:
+        return [("promotion", "not registered in this run")]
+    return [*rows, ("all stages", duration(3600 * headline_metrics(summary)["hours"]))]
 
 
 def headline_metrics(summary: Mapping[str, Any]) -> dict[str, float]:

@@ -513,6 +513,17 @@ def _status(error: BaseException) -> int:
     return int(getattr(error, "get_http_status_code", lambda: 0)())
 
 
+def is_unreachable(error: BaseException) -> bool:
+    """Return whether no connection was made or no answer came in time, or a database was not available."""
+    from requests.exceptions import ConnectionError, Timeout
+
+    # MLflow raises its own error while it handles that of requests, and gives its database's this code.
+    return (
+        isinstance(error.__context__, ConnectionError | Timeout)
+        or getattr(error, "error_code", "") == "TEMPORARILY_UNAVAILABLE"
+    )
+
+
 def short_reason(error: BaseException) -> str:
     """Return the reason of an error in one short line without credentials."""
     text = printable(" ".join(scrubbed(str(error)).split()))

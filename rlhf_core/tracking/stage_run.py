@@ -27,7 +27,14 @@ from typing import Any
 from rlhf_core.errors import InputError
 from rlhf_core.system.files import TEMPORARY, replacing
 from rlhf_core.tracking.also import Copies
-from rlhf_core.tracking.mlflow_client import Mlflow, Point, RunState, clean_name, describe_failure
+from rlhf_core.tracking.mlflow_client import (
+    Mlflow,
+    Point,
+    RunState,
+    clean_name,
+    describe_failure,
+    is_unreachable,
+)
 from rlhf_core.types import AnsweredPrompt
 
 log = logging.getLogger(__name__)
@@ -38,6 +45,8 @@ MS_PER_STEP = 1000
 _TABLES = "tables"
 _ANSWERS = "traces/answers.json"
 """In the spool only: MLflow gets its rows as traces."""
+_TAGS = "tags.json"
+"""In the spool only: tags of the run."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +269,14 @@ class StageRun:
     def log_answers(self, rows: list[AnsweredPrompt]) -> None:
         """Log prompts with answers as traces of the run, which MLflow's pages search and sort."""
         with self._lock:
-            self._spool.add_bytes(json.dumps([asdict(row) for row in rows]).encode(), _ANSWERS)
+            text = json.dumps([asdict(row) for row in rows], ensure_ascii=False)
+            # MLflow's databases refuse half a character, and with it all traces.
+            self._spool.add_bytes(text.encode(errors="replace"), _ANSWERS)
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags of the run; the next `flush` sends them. Replaces tags that were not sent yet."""
+        with self._lock:
+            self._spool.add_bytes(json.dumps(dict(tags)).encode(), _TAGS)
 
     def log_file(self, path: Path, folder: str = "") -> None:
         """Log a small file, such as a report, as an artifact of the run."""
@@ -317,9 +333,11 @@ class StageRun:
         for path, name in files:
             if name == _ANSWERS:
                 self._send_answers(run_id, path)
-                continue
-            folder, _, _ = name.rpartition("/")
-            self._mlflow.log_file(run_id, path, folder)
+            elif name == _TAGS:
+                self._mlflow.set_tags(run_id, json.loads(path.read_bytes()))
+            else:
+                folder, _, _ = name.rpartition("/")
+                self._mlflow.log_file(run_id, path, folder)
         tables = [name for _, name in files if name.startswith(f"{_TABLES}/")]
         if tables:
             self._mlflow.tag_tables(run_id, tables)
@@ -332,6 +350,8 @@ class StageRun:
         try:
             logged = self._mlflow.log_traces(run_id, rows)
         except Exception as error:
+            if is_unreachable(error):
+                raise
             # Of any kind, as in `_try`. It is not tried again: a server that has no traces would keep the run
             # from its end, and the report has the answers too.
             log.warning("MLflow at %s %s; it has no traces.", self.tracking_uri, describe_failure(error))

@@ -364,9 +364,41 @@ def test_a_long_run_has_at_most_200_readings_and_missing_values_have_none() -> N
     [panel] = plots.to_image(plots.reward_sources(history(1000))).panels
     assert len(panel.readings) == 200
     missing = StepMetrics([{"step": 1, "objective/scores": 1.0}, {"step": 2}])
-    top, bottom = plots.to_image(plots.training_curves(missing)).panels
-    assert [reading.values for reading in top.readings] == [(("score", "1"),), ()]
-    assert [reading.values for reading in bottom.readings] == [(), ()]
+    found = plots.to_image(plots.training_curves(missing))
+    assert [[reading.values for reading in panel.readings] for panel in found.panels] == [[(("score", "1"),)]]
+    assert "score 1" in parse(render(report(plots=[Plot("t", "c", found)]))).text
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "places"),
+    [
+        ([{"eval/kl": 0, "eval/score": 1}, {"eval/kl": 4}], [["step 0"], ["step 0, KL 0"]]),
+        ([{"eval/score": 1}, {"eval/score": 2}], [["step 0", "step 10"]]),
+        ([{"eval/kl": 0, "eval/gold": 1}, {}], [["step 0"], ["step 0, KL 0"]]),
+    ],
+)
+def test_evaluations_without_a_value_have_no_reading(
+    evaluations: list[dict[str, float]], places: list[list[str]]
+) -> None:
+    figure = plots.evaluation_curves(dict(zip((0, 10), evaluations, strict=True)), best=None, max_kl=9.0)
+    found = plots.to_image(figure)
+    assert [[reading.place for reading in panel.readings] for panel in found.panels] == places
+    assert places[0][0] in parse(render(report(plots=[Plot("t", "c", found)]))).text
+
+
+def test_a_figure_without_any_value_has_no_panel() -> None:
+    found = plots.to_image(plots.evaluation_curves({0: {"eval/kl": 0}, 10: {}}, best=None, max_kl=9.0))
+    assert found.panels == ()
+    assert "Values: t" not in render(report(plots=[Plot("t", "c", found)]))
+
+
+def test_the_image_of_a_long_run_has_the_first_and_the_last_of_at_most_2000_points_of_a_line() -> None:
+    figure = plots.reward_against_kl(history(6000))
+    [line] = figure.axes[0].lines
+    ends = line.get_xydata()[[0, -1]].tolist()
+    svg = plots.to_image(figure).svg
+    assert 1990 < svg.count("<use") < 2030, "ticks have markers too"
+    assert line.get_xydata()[[0, -1]].tolist() == ends
 
 
 def test_readings_of_a_distribution_count_the_responses_of_each_bin() -> None:

@@ -1,9 +1,10 @@
-"""The figure of the evaluations during PPO, in the report of the stage `evaluate`.
+"""The figure of the evaluations during PPO and the time of the inputs, in the report of the stage `evaluate`.
 
 - its caption says in words where a measure falls while the training score rises
 - the order of lines is that of the versions, and metrics that are missing are left out
 - the best version is marked in both panels, and the largest KL of a best version is a line
 - without evaluations there is no figure
+- the time is the sum over the inputs that have one, which manifests store as text
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.evaluation.plots import to_png
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
-from rlhf_core.stages.evaluation_files import evaluation_figures
+from rlhf_core.stages.evaluation_files import _minutes, evaluation_figures
 from rlhf_core.testing import stage_context
+from rlhf_core.types import ArtifactRef
 
 
 def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
@@ -52,3 +54,10 @@ def test_the_caption_names_where_the_judge_falls(tmp_path: Path) -> None:
 
 def test_without_evaluations_there_is_no_figure(tmp_path: Path) -> None:
     assert evaluation_figures(PipelineConfig(), stage_context(tmp_path, inputs={"ppo": tmp_path})) == []
+
+
+def test_the_time_of_the_inputs_is_the_sum_of_texts() -> None:
+    timed = ArtifactRef("sft", "a" * 16, "d", "/x", {}, None, {"seconds": "90.0"})
+    untimed = ArtifactRef("data", "b" * 16, "d", "/y", {})
+    assert _minutes([timed, untimed, timed]) == "3.0 min"
+    assert _minutes([untimed]) == ""

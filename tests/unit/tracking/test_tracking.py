@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
+from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE, UNAUTHENTICATED
 from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 
 from rlhf_core.config import PipelineConfig
@@ -33,7 +33,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.run.external_inputs import data_sets
 from rlhf_core.tracking import traces
 from rlhf_core.tracking.database import artifacts_of, ensure_database, ui_command
-from rlhf_core.tracking.mlflow_client import Mlflow, Point
+from rlhf_core.tracking.mlflow_client import Mlflow, Point, is_unreachable
 from rlhf_core.tracking.stage_run import Pauses, Spool, next_attempt
 from rlhf_core.tracking.tracker import StageRun, Tracking, open_tracking, origin_tags
 from rlhf_core.types import AnsweredPrompt, ArtifactRef
@@ -285,13 +285,15 @@ def test_unsent_data_is_sent_when_the_stage_is_reused(
     tracker.stop()
     run = stage(tracking, None)
     run.log_metrics({"loss": 1.0, "kl": 2.0}, 0)
+    run.set_tags({"rlhf.artifact": "/x"})
     run.finish("FINISHED")
-    assert "2 points and files could not be sent" in caplog.text
+    assert "3 points and files could not be sent" in caplog.text
     tracker.start()
     parent = tracking.parent_run("p1", "demo")
     tracking.link_reused(parent, "ppo", ArtifactRef("ppo", "k1", "d", "/x", {"kl": 2.0}))
     sent = stage(tracking, parent)
     assert rows(database, sent.run_id) == [("kl", 2.0, 0), ("loss", 1.0, 0)]
+    assert run_of(database, sent.run_id)["tags"]["rlhf.artifact"] == "/x"
     assert list(tracking.spool.rglob("points.jsonl")) == []
 
 
@@ -724,6 +726,53 @@ def test_answers_wait_for_a_tracker_that_is_down(tracking: Tracking, tracker: Tr
     tracker.start()
     run.finish("FINISHED")
     assert len(traces_of(tracker, tracking, run.run_id)) == 1
+
+
+def test_answers_stay_if_the_tracker_stops_while_they_are_sent(
+    tracking: Tracking, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracing.client import TracingClient
+
+    start_trace = TracingClient.start_trace
+    started: list[Any] = []
+
+    def stop_after_one(self: TracingClient, trace_info: Any) -> Any:
+        if started:
+            raise MlflowException("the database is gone", error_code=TEMPORARILY_UNAVAILABLE)
+        started.append(trace_info)
+        return start_trace(self, trace_info)
+
+    run = stage(tracking, None)
+    run.log_answers([answered(0), answered(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(TracingClient, "start_trace", stop_after_one)
+        run.flush()
+    assert run.unsent == 1
+    run.finish("FINISHED")
+    assert len(traces_of(tracker, tracking, run.run_id)) == 2 and run.unsent == 0
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_server_that_refuses_or_is_silent_is_unreachable(
+    listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if listens:
+            server.listen()
+        with pytest.raises(MlflowException) as caught:
+            Mlflow(f"http://127.0.0.1:{server.getsockname()[1]}", "e").ping()
+    assert is_unreachable(caught.value) and not is_unreachable(MlflowException("no such endpoint"))
+
+
+def test_half_a_character_in_an_answer_does_not_keep_the_traces(tracking: Tracking, tracker: Tracker) -> None:
+    run = stage(tracking, None)
+    run.log_answers([replace(answered(0), prompt="a \ud800", answers={"PPO": "\udfff b"}), answered(1)])
+    run.flush()
+    first, _ = traces_of(tracker, tracking, run.run_id)
+    assert (first.info.request_preview, first.info.response_preview) == ("a ?", "? b")
 
 
 def test_a_tracker_without_traces_ends_the_run_with_one_warning(
