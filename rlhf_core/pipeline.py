@@ -268,6 +268,7 @@ _TABLE = (
         enabled_by="benchmark",
         data_context="evaluation",
         findings="rlhf_core.stages.benchmark:FINDINGS",
+        memory_fields=(MemoryField("benchmark.batch_size"),),
         imports=("lm_eval.models.huggingface",),
         loads_model=True,
     ),

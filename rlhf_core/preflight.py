@@ -83,7 +83,6 @@ def check(
         ("lora", check_adapters),
         ("ppo.rewards", check_rewards),
         ("evaluate", lambda config: check_evaluation(config, stages)),
-        ("benchmark", check_benchmark),
         ("configuration", unusual_settings),
         ("model.path", small_model_rates),
         ("configuration", check_consistency),
@@ -94,6 +93,7 @@ def check(
         ("model.path", check_packages_of_engines),
         ("run.home", check_disk),
         ("run.executor", check_executors),
+        ("benchmark", lambda config: check_benchmark(config, stages)),
     )
     last = ("memory", memory or (lambda config: check_memory(config, stages)))
     parts = (*addresses, *contents, *devices, last) if this_machine else (*contents, last)

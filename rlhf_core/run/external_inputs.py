@@ -23,7 +23,8 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Return digests of all that the pipeline reads from outside: data, base model, template, the Python
     files that rewards come from, the files of the judge, votes of people, and tasks of the benchmark.
     """
-    return source_digests(config) | _beside_sources(config, base_of(config, "judge"), model_digest)
+    beside = _beside_sources(config, base_of(config, "judge"), model_digest)
+    return source_digests(config) | beside | benchmark_digests(config)
 
 
 def external_marks(config: PipelineConfig) -> dict[str, str]:
@@ -31,7 +32,13 @@ def external_marks(config: PipelineConfig) -> dict[str, str]:
     base = base_of(config, "judge")
     if base is not None and is_reference(base.path):
         base = None
-    return source_marks(config) | _beside_sources(config, base, model_mark)
+    beside = _beside_sources(config, base, model_mark)
+    return source_marks(config) | beside | benchmark_digests(config, of_file=_file_mark)
+
+
+def _file_mark(file: Path) -> str:
+    state = file.stat()
+    return f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
 
 
 def _beside_sources(
@@ -48,7 +55,7 @@ def _beside_sources(
         found[JUDGE_PATH] = of_model(base_of_judge.path, base_of_judge.revision)
     for field, file in read_vote_files(config).items():
         found[field] = file.digest
-    return found | benchmark_digests(config)
+    return found
 
 
 def reward_code_digests(config: PipelineConfig) -> dict[str, str]:

@@ -14,23 +14,32 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.config.evaluate import BenchmarkConfig
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ConfigError, DataError, Finding
 from rlhf_core.evaluation.policy_files import trained_files
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.storage.bundles import hash_file
 from rlhf_core.system.files import json_sha256, write_json, write_jsonl
 from rlhf_core.types import ArtifactRef, Findings, StageContext, StageResult
 
+log = logging.getLogger(__name__)
+
 RESULTS, FAILED = "benchmark.json", "failed.jsonl"
 _ERROR = "_stderr"
-_INSTALL = "run `pip install 'rlhf-pipeline[benchmark]'`, or leave the section out"
+_INSTALL = (
+    "in a clone, run `.venv/bin/uv pip install --no-deps --require-hashes -r requirements/benchmark.txt`"
+    " (docs/harness.md says how without), or leave the section out"
+)
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -95,7 +104,13 @@ def _load(manager: Any, settings: BenchmarkConfig) -> dict[str, Any]:
             )
     # The harness reads the data of its tasks here, and relative paths start at the working folder.
     with contextlib.chdir(settings.folder or "."):
-        loaded: dict[str, Any] = manager.load(list(settings.tasks))
+        try:
+            loaded: dict[str, Any] = manager.load(list(settings.tasks))
+        except ValueError as error:  # also for a task that is in two groups, or named beside its group
+            raise ConfigError(
+                f"benchmark.tasks: lm_eval cannot load them: {error}; name each task once, or correct their"
+                " files"
+            ) from error
     return loaded
 
 
@@ -112,7 +127,9 @@ def _model(config: PipelineConfig, context: StageContext) -> dict[str, Any]:
 
 
 def _rows(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each metric of a task or group. `standard_error` is None where there is none."""
+    """Return one row for each metric of a task or group. `standard_error` is None where there is none. A
+    metric that is not finite is left out with a warning.
+    """
     rows = []
     for task, values in results.items():
         for name, value in values.items():
@@ -120,13 +137,17 @@ def _rows(results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             # Others are names and counts.
             if not comma or metric.endswith(_ERROR) or not isinstance(value, int | float):
                 continue
+            if not math.isfinite(value):
+                log.warning("benchmark: %s of %s is %s and left out", metric, task, value)
+                continue
             error = values.get(f"{metric}{_ERROR},{by}")
+            has_error = isinstance(error, int | float) and math.isfinite(error)
             rows.append(
                 {
                     "task": task,
                     "metric": metric if by == "none" else f"{metric}/{by}",
                     "value": value,
-                    "standard_error": error if isinstance(error, int | float) else None,
+                    "standard_error": error if has_error else None,
                     "items": values.get("sample_len"),
                 }
             )
@@ -145,9 +166,9 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _failed(
     tasks: Mapping[str, Any], samples: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> Iterator[dict[str, str]]:
-    """Yield the question and its true answer for each item of tasks with generated answers whose first metric
-    is 0, by every filter of the task.
+) -> Iterator[dict[str, Any]]:
+    """Yield the question and its true answer, or a list of its spellings, for each item of tasks with
+    generated answers whose first metric is 0, by every filter of the task.
     """
     for name, task in tasks.items():
         if task.get_config("output_type") != "generate_until":
@@ -157,28 +178,40 @@ def _failed(
             if each["doc_id"] not in done:
                 done.add(each["doc_id"])
                 question, answer = task.doc_to_text(each["doc"]), each["target"]
-                yield {"prompt": str(question), "answer": str(answer), "task": name}
+                spellings = [str(text) for text in answer] if isinstance(answer, list) else str(answer)
+                yield {"prompt": str(question), "answer": spellings, "task": name}
 
 
 # -- before the run --
 
 
-def check_benchmark(config: PipelineConfig) -> Iterator[Finding]:
-    """Check that the harness is installed, and that the folder exists. Names of tasks are checked by the
-    stage: the harness needs seconds to list them.
+def check_benchmark(
+    config: PipelineConfig, stages: Collection[StageName] = tuple(STAGES)
+) -> Iterator[Finding]:
+    """Check, if the stage is one of `stages`, that it runs on this machine alone, that the harness is
+    installed, and that the folder exists. Names of tasks are checked by the stage: the harness needs seconds
+    to list them.
     """
     settings = config.benchmark
-    if settings is None:
+    if settings is None or "benchmark" not in stages:
         return
+    executor = config.run.executor_of("benchmark")
+    if executor != "local" or on_cluster():
+        # There, weights are fetched by ranks and engines only, and this stage has none.
+        where = "RAY_ADDRESS" if executor == "local" else f"run.executor={executor}"
+        yield ConfigError(
+            f"benchmark: runs on one machine and not on a Ray cluster; got {where}; use `--until evaluate`,"
+            " then `rlhf run CONFIG run.executor=local --from benchmark` on one machine without RAY_ADDRESS"
+        )
     if _harness() is None:
         yield ConfigError(f"benchmark: needs the package lm_eval, which is not installed; {_INSTALL}")
     if settings.folder is not None and not Path(settings.folder).is_dir():
         yield ConfigError(f"benchmark.folder: must be a folder; got {settings.folder}; correct it")
 
 
-def benchmark_digests(config: PipelineConfig) -> dict[str, str]:
-    """Return the version of the harness, which contains its tasks, and the digest of the files of
-    `benchmark.folder`.
+def benchmark_digests(config: PipelineConfig, of_file: Callable[[Path], str] = hash_file) -> dict[str, str]:
+    """Return the version of the harness, which contains its tasks, and a digest of what `of_file` returns for
+    each file of `benchmark.folder`.
     """
     settings = config.benchmark
     if settings is None:
@@ -190,7 +223,7 @@ def benchmark_digests(config: PipelineConfig) -> dict[str, str]:
         folder = Path(settings.folder)
         digests["benchmark.folder"] = json_sha256(
             {
-                file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
+                file.relative_to(folder).as_posix(): of_file(file)
                 for file in folder.rglob("*")
                 # Python writes its bytecode there when the harness imports functions.
                 if file.is_file() and file.parent.name != "__pycache__"

@@ -27,7 +27,9 @@ def tracked(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(stage: StageName, home: Path) -> StageSpec:
-    sections = {"run": {"home": str(home)}, "tracking": {"system_metrics": False}}
+    sections: dict[str, Any] = {"run": {"home": str(home)}, "tracking": {"system_metrics": False}}
+    if stage == "benchmark":
+        sections["benchmark"] = {"tasks": ("sums",)}
     return StageSpec(stage, "0" * 16, PipelineConfig.model_validate(sections))
 
 

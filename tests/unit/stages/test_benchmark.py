@@ -5,8 +5,10 @@
   in; the chat template is used if the policy was trained with one
 - paths of the tasks start at their folder
 - an unknown task is refused, with the nearest names
-- a missing package or folder is found before the run; a new version, or a file that changes, is another key,
-  and ends a stage that has begun
+- a missing package or folder, and a Ray cluster, are found before a run that comes to the stage
+- a new version, or a file that changes, is another key, and ends a stage that has begun; without reading the
+  files, those that were written again are noticed
+- a metric that is not finite is left out
 - a group with a metric stands for its tasks
 - a question with a wrong answer by every filter is kept, once
 """
@@ -14,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -26,9 +29,12 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled, stage_inputs, stage_key
+from rlhf_core.data.answers import gold_answers
+from rlhf_core.data.prompt_sets import read_sets
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.run.external_inputs import external_digests
+from rlhf_core.preflight import check
+from rlhf_core.run.external_inputs import external_digests, external_marks
 from rlhf_core.stages import benchmark
 from rlhf_core.stages.benchmark import FINDINGS, benchmark_digests, check_benchmark
 from rlhf_core.testing import stage_context
@@ -71,12 +77,15 @@ class Harness:
         self.samples: dict[str, list[dict[str, Any]]] = {"sums": []}
         self.arguments: dict[str, Any] = {}
         self.folder = ""
+        self.problem = ""
 
     task_index = property(lambda self: self.tasks)
     all_tasks = property(lambda self: sorted(self.tasks))
 
     def load(self, names: list[str]) -> dict[str, Any]:
         self.folder = os.getcwd()
+        if self.problem:
+            raise ValueError(self.problem)
         groups = {name: self.tasks[name] for name in self.group_map}
         tasks = {name: task for name, task in self.tasks.items() if name not in groups}
         return {"tasks": tasks, "groups": groups, "group_map": self.group_map}
@@ -170,14 +179,47 @@ def test_an_unknown_task_is_refused_with_the_nearest_names(harness: Harness, con
         benchmark.run(config_of({"tasks": ["sum"]}), context)
 
 
+def test_a_task_that_is_also_in_a_group_is_refused_with_the_words_of_the_harness(
+    harness: Harness, context: StageContext
+) -> None:
+    harness.problem = "Duplicate task 'sums': found in both 'both' and 'sums'"
+    with pytest.raises(ConfigError, match=r"benchmark\.tasks: .*Duplicate task 'sums'.*name each task once"):
+        benchmark.run(config_of(), context)
+
+
 def test_a_missing_package_and_a_missing_folder_are_found_before_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(benchmark, "_harness", lambda: None)
     found = [str(each) for each in check_benchmark(config_of({"folder": str(tmp_path / "none")}))]
     assert len(found) == 2
-    assert "pip install 'rlhf-pipeline[benchmark]'" in found[0]
+    assert "uv pip install --no-deps --require-hashes -r requirements/benchmark.txt" in found[0]
     assert found[1].startswith("benchmark.folder: must be a folder")
+
+
+def test_a_cluster_is_refused_unless_the_stage_runs_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**run: Any) -> list[str]:
+        return [str(each) for each in check_benchmark(config_of(run={"device": "cpu", **run}))]
+
+    monkeypatch.setattr(benchmark, "_harness", lambda: "0.4.13")
+    [message] = found(executor="slurm")
+    assert "got run.executor=slurm;" in message
+    assert "`rlhf run CONFIG run.executor=local --from benchmark`" in message
+    assert found(executor="slurm", resources={"benchmark": {"executor": "local"}}) == found() == []
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    [message] = found()
+    assert "got RAY_ADDRESS;" in message
+
+
+def test_only_a_run_of_this_machine_that_comes_to_the_stage_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(benchmark, "_harness", lambda: None)
+    config = config_of(run={"device": "cpu", "home": str(tmp_path)})
+    with pytest.raises(ConfigError, match="needs the package lm_eval"):
+        check(config)
+    check(config, stages=["data", "sft"])
+    check(config, this_machine=False)
 
 
 def test_the_version_and_every_file_are_in_the_key_but_not_the_place(
@@ -202,6 +244,16 @@ def test_the_version_and_every_file_are_in_the_key_but_not_the_place(
     monkeypatch.setattr(benchmark, "_harness", lambda: "0.4.13")
     (tmp_path / "two/part/items.jsonl").write_text("{} \n")
     assert key("two") != first
+
+
+def test_a_file_that_was_written_again_has_another_mark_and_the_same_digest(tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").write_text("{}\n")
+    config = config_of({"folder": str(tmp_path)})
+    name = "benchmark.folder"
+    mark, digest = external_marks(config)[name], external_digests(config)[name]
+    assert external_marks(config)[name] == mark
+    os.utime(tmp_path / "items.jsonl", ns=(1, 1))
+    assert external_marks(config)[name] != mark and external_digests(config)[name] == digest
 
 
 def test_a_stage_whose_tasks_have_changed_ends(harness: Harness, context: StageContext) -> None:
@@ -240,6 +292,32 @@ def test_a_group_with_a_metric_stands_for_its_tasks(harness: Harness, context: S
         "other/exact_match/strict": {"value": 1.0, "standard_error": None},
     }
     assert [value for _, value in FINDINGS.rows(found)] == ["0.250, standard error 0.010", "1.000"]
+
+
+def test_what_is_not_finite_is_left_out_with_a_warning(
+    harness: Harness, context: StageContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    nan = float("nan")
+    harness.results = {
+        "sums": {"acc,none": 0.5, "acc_stderr,none": nan, "loss,none": nan, "word_perplexity,none": math.inf}
+    }
+    assert benchmark.run(config_of(), context).metrics == {"sums/acc": 0.5}
+    assert "loss of sums is nan" in caplog.text and "word_perplexity of sums is inf" in caplog.text
+    [row] = json.loads((context.output / "benchmark.json").read_text())["metrics"]
+    assert (row["value"], row["standard_error"]) == (0.5, None)
+
+
+def test_spellings_of_an_answer_stay_a_list_that_a_regression_set_reads(
+    harness: Harness, context: StageContext
+) -> None:
+    harness.samples = {"sums": [sample(1, False) | {"target": ["two", 2]}, sample(2, False) | {"target": 4}]}
+    benchmark.run(config_of(), context)
+    failed = context.output / "failed.jsonl"
+    assert [json.loads(line)["answer"] for line in failed.read_text().splitlines()] == [["two", "2"], "4"]
+    regression = {"name": "failed", "path": str(failed), "reward": {"type": "answer"}}
+    config = PipelineConfig.model_validate_json(json.dumps({"evaluate": {"regression": [regression]}}))
+    prompts = read_sets(config, context.inputs["data"])["failed"]
+    assert [gold_answers(prompt.meta["answer"]) for prompt in prompts] == [("two", "2"), ("4",)]
 
 
 def test_a_question_that_every_filter_finds_wrong_is_kept_once(
