@@ -86,10 +86,11 @@ def _training_rows(config: PipelineConfig, table: DataTable, name: SetName) -> i
     # Fewer than the table could read: the others are of another split, and all that count were read.
     if counts["read"] < sum(min(table.rows, each) for each in rows) or sum(rows) <= counts["read"]:
         return int(counts["train"])
-    # Before weights: of each source the same number of rows was read, however many it has.
+    # Without weights, which apply to all rows of a source and not to those that were read.
     weighted = [row["rows"] for row in table.card["weights"] if row["field"].startswith(f"data.{name}[")]
-    used = sum(each * source.weight for each, source in zip(rows, sources, strict=True))
-    return round((sum(weighted) or counts["train"]) / counts["read"] * used)
+    used: float = sum(each * source.weight for each, source in zip(rows, sources, strict=True))
+    share: float = (sum(weighted) or counts["train"]) / counts["read"]
+    return round(share * used)
 
 
 def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:
