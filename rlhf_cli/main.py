@@ -9,6 +9,7 @@ Exit codes:
     4       `rlhf rounds`: votes of people are needed; the same command continues
     130     interrupted with Ctrl-C
     129, 143    stopped by SIGHUP or SIGTERM
+    141     the reader of the output, such as `head`, has ended
 """
 
 from __future__ import annotations
@@ -109,6 +110,10 @@ def exit_code(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 the interpreter flushes it at its end
         return 0
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich ends so, as in the help
+            return 128 + signal.SIGPIPE
+        raise
     except Exception as error:
         # The terminal gets the traceback of a bug if the command has no log. A full disk is no bug.
         if log.hasHandlers() or not isinstance(error, OSError):

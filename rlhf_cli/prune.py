@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf_core.ops.prune.prune import Plan
 
 
-@app.command(group=RUNS, usage=usage("prune"))
+@app.command(group=RUNS, usage=usage("prune", "[CONFIG] "))
 def _prune(
     config: Config | None = None,
     /,

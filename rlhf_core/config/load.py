@@ -93,8 +93,8 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
         if problem := credential_problem(value, "give them by environment variables or a role"):
             problems.append(f"{place(path)}: {dotted(path)}: {problem}")
     problems.extend(f"{place(path)}: {sentence}" for path, sentence in out_of_range(tree))
-    complete = _merged(_with_derived(tree), json.loads(_default_json()))
     with checking(f"{document.name}: the configuration"):
+        complete = _merged(_with_derived(tree), json.loads(_default_json()))
         try:
             # From JSON: strict validation of Python objects would refuse the lists of YAML for tuples.
             config = PipelineConfig.model_validate_json(json.dumps(complete))

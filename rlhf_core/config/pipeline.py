@@ -391,6 +391,11 @@ class PipelineConfig(Section):
         return self.ppo.enabled and (self.ppo.publish == "best" or self.ppo.stop_patience is not None)
 
     @property
+    def trains_on_demonstrations(self) -> bool:
+        """Whether SFT or the loss `ppo.ptx` trains on `data.sft`."""
+        return self.sft.enabled or (self.ppo.enabled and self.ppo.ptx is not None)
+
+    @property
     def judge_in_ppo(self) -> bool:
         """Whether PPO loads the second reward model, which only its evaluations use."""
         return self.reward.judge is not None and self.ppo.evaluation_interval is not None

@@ -81,7 +81,7 @@ def _template_from(config: PipelineConfig) -> str:
     if config.data.template == "plain":
         return "left out (data.template: plain)"
     if config.data.chat_template is not None:
-        return config.data.chat_template
+        return Path(config.data.chat_template).name
     return "of models from scratch" if config.model.path is None else "of the model"
 
 

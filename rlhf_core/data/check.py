@@ -65,7 +65,7 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
         yield from found
         if name == "prompts" and not any(isinstance(each, InputError) for each in found):
             yield from guarded(f"{field}.path", _check_answers(config, field, source))
-    if data.sft and not config.sft.enabled:
+    if data.sft and not config.trains_on_demonstrations:
         yield "data.sft: its rows are not trained, because sft.enabled is false; leave data.sft out"
     for index in range(len(config.evaluate.regression)):
         yield from _check_regression_set(config, index)

@@ -117,6 +117,8 @@ class SetCounts:
     read: int = 0
     bad: int = 0
     """Rows in the quarantine."""
+    most_of_a_source: int = 0
+    """Rows that were read of the source with the most."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Usable rows that were left out, by reason."""
     train: int = 0
@@ -220,6 +222,7 @@ def read_records(
             else:
                 usable.append(result)
         counts.read += read
+        counts.most_of_a_source = max(counts.most_of_a_source, read)
         counts.bad += bad
         counts.dropped.update({MARKED_BAD: marked_bad} if marked_bad else {})
         if read == 0:

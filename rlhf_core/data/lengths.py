@@ -91,6 +91,7 @@ class Lengths:
         sampled, for the data card.
         """
         rows: list[dict[str, Any]] = []
+        needed = self.needed(given)
         for name, limit in zip(_FIELDS, limits, strict=False):
             for set_name, lengths in self.of[name].items():
                 ordered = sorted(lengths)
@@ -102,26 +103,26 @@ class Lengths:
                     "p99": _percentile(ordered, 99),
                     "longest": ordered[-1],
                 }
-                source = self._source(name, given, limits)
+                source = self._source(name, given, limits, needed)
                 longer = sum(tokens > limit for tokens in ordered)
                 rows.append(
                     {"set": set_name, "field": name, **measured_lengths, "tokens": limit}
                     | {"from": source, "longer": longer}
                 )
         unmeasured = dict.fromkeys(("rows", "p50", "p99", "longest"))
-        source = NEW if given.new is not None else self._source(RESPONSE, given, limits)
+        source = NEW if given.new is not None else self._source(RESPONSE, given, limits, needed)
         rows.append(
             {"set": "sampled", "field": NEW, **unmeasured, "tokens": limits.new}
             | {"from": source, "longer": None}
         )
         return rows
 
-    def _source(self, name: str, given: GivenLimits, limits: Limits) -> str:
+    def _source(self, name: str, given: GivenLimits, limits: Limits, needed: Limits) -> str:
         """Return what decides about the limit `name`: its field, the context, the data or the default."""
         index = _FIELDS.index(name)
         if given[index] is not None:
             return name
-        if limits[index] < self.needed(given)[index]:
+        if limits[index] < needed[index]:
             return "the context"
         has_rows = [any(self.of[each].values()) for each in (name, TEXT)]
         return "the data" if any(has_rows) else "the default"
@@ -156,7 +157,7 @@ class Lengths:
         if of_field[name] is not None:
             context = f"; the model's context is {self.context}" if self.context < 2**31 else ""
             return f"raise it: {self._needed_for(name, sets)}{context}"
-        if self._source(name, given, limits) == "the context":
+        if self._source(name, given, limits, self.needed(given)) == "the context":
             reason = f"the model's context of {self.context} tokens leaves no more"
             fix = "use a model with a longer one"
             for other in _SHARES_WITH[name]:

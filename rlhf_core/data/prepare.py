@@ -361,7 +361,7 @@ def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
     """Yield warnings of too few prompts for the steps of PPO, for a champion, or to choose and judge the
     policy, and of too few pairs to measure the reward model. `splits` have all rows.
     """
-    count = len(splits["prompts"]["train"])
+    count = len({item.key for item in splits["prompts"]["train"]})  # a weight makes copies
     if config.ppo.enabled and 0 < count < config.ppo.prompts_per_step:
         yield (
             f"there are {count} prompts to train on, fewer than ppo.prompts_per_step="

@@ -79,8 +79,11 @@ def read_data(config_path: str | Path, overrides: Sequence[str] = (), rows: int 
     with checking(str(config_path)):
         config = resolve(load_config(config_path, overrides)).config
         table = data_table(config, rows)
-        found = tuple(each for each in check_data(config) if isinstance(each, str))
-    return replace(table, warnings=found + table.warnings)
+        # The check names the source of what the stage says of its set in the same words.
+        said = {text.partition(": ")[2] for text in table.warnings}
+        found = [each for each in check_data(config) if isinstance(each, str)]
+        new = tuple(text for text in found if text.partition(": ")[2] not in said)
+    return replace(table, warnings=new + table.warnings)
 
 
 def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
@@ -99,13 +102,14 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
         bad_rows = _bad_rows(Path(folder) / QUARANTINE)
     warnings = [text for text in warnings if QUARANTINE not in text]
     warnings += card_warnings(card, config.data.eval_fraction)
-    is_whole = all(_read(card, name) < rows for name in SETS)
+    is_whole = all(count.most_of_a_source < rows for count in prepared.counts.values())
     if is_whole:
         warnings += size_warnings(config, prepared.splits)
     formats = {
         name: [kind for kind, _ in count.formats.most_common()] for name, count in prepared.counts.items()
     }
-    sets = tuple(name for name in SETS if _read(card, name) and (name != "sft" or config.sft.enabled))
+    unused = () if config.trains_on_demonstrations else ("sft",)
+    sets = tuple(name for name in SETS if _read(card, name) and name not in unused)
     samples = _samples(prepared, sets)
     return DataTable(card, formats, samples, rows, is_whole, bad_rows, tuple(warnings), sets)
 
@@ -204,12 +208,15 @@ def show(table: DataTable, console: Console) -> None:
 def show_counts(table: DataTable, console: Console) -> None:
     """Print the tables of rows and of lengths."""
     rows = "All rows" if table.is_whole else f"The first {table.rows:,} rows of each source"
-    console.print(f"{rows}, with the chat template {table.card['template_from']}:", highlight=False)
+    template = table.card["template_from"]
+    console.print(f"{rows}, with the chat template {template}:", markup=False, highlight=False)
     console.print(_rows(table))
     for row in table.card["weights"]:
+        # Of the first rows of each source it is not the share in all rows.
+        share = f", {row['share']:.1%} of the set" if table.is_whole else ""
         console.print(
             f"{row['field']} ({row['path']}), weight {row['weight']:g}: its {row['rows']:,} training rows are"
-            f" used as {row['used']:,}, {row['share']:.1%} of the set",
+            f" used as {row['used']:,}{share}",
             markup=False,
             highlight=False,
         )

@@ -96,7 +96,7 @@ def configuration(given: Given, name: str) -> str:
             "",
             *_data(given, seen),
             "",
-            *_stages(given, seen.answers),
+            *_stages(given, seen),
             "",
         ]
     )
@@ -150,10 +150,9 @@ def _check(given: Given, answers: bool) -> None:
 def _data(given: Given, seen: _Seen) -> Iterator[str]:
     """Yield the section `data`."""
     yield "data:"
-    template = ModelFolder(given.model).chat_template if exists(given.model) else None
-    if seen.tools and template is not None and "tools" not in template:
+    if _leaves_tools_out(given, seen):
         yield f"  chat_template: {TOOLS_TEMPLATE}    # the rows have tools, which the model's own leaves out"
-    elif template == "":
+    elif exists(given.model) and not ModelFolder(given.model).has_chat_template:
         yield "  template: plain    # the tokenizer has no chat template"
     if seen.thoughts:
         yield "  thoughts: keep     # the answers have thoughts; drop leaves them out"
@@ -170,17 +169,23 @@ def _data(given: Given, seen: _Seen) -> Iterator[str]:
     yield f"  prompts: [{{path: {_text(prompts)}}}]{note}"
 
 
+def _leaves_tools_out(given: Given, seen: _Seen) -> bool:
+    """Return whether the rows have tools, which the template of the model, a local one, does not name."""
+    return seen.tools and exists(given.model) and "tools" not in ModelFolder(given.model).chat_template
+
+
 def _text(path: str) -> str:
     """Return a path as YAML, in quotes if it needs them."""
     return path if re.fullmatch(r"[\w./:@-]+", path) else json.dumps(path)
 
 
-def _stages(given: Given, answers: bool) -> Iterator[str]:
+def _stages(given: Given, seen: _Seen) -> Iterator[str]:
     rates = rates_of(given.model)
     if rates is not None:
         yield f"# Learning rates: {rates.source}."
     if _is_start(given):
-        yield "sft: {enabled: false}    # the policy starts from the model as it is"
+        note = ", which has not learned data.chat_template" if _leaves_tools_out(given, seen) else ""
+        yield f"sft: {{enabled: false}}    # the policy starts from the model as it is{note}"
     elif rates is not None:
         yield f"sft: {{optimizer: {{learning_rate: {rates.sft}}}}}"
     if given.pairs is None:
@@ -201,7 +206,7 @@ def _stages(given: Given, answers: bool) -> Iterator[str]:
         if given.goal == "ppo":
             yield f"  critic: {{learning_rate: {rates.critic}}}"
     yield "  rewards:"
-    if answers:
+    if seen.answers:
         yield "    - {type: answer}       # 1 if the final answer is that of the row's field `answer`"
     if given.pairs is not None:
         yield "    - {type: model}        # the reward model that is trained on the pairs"

@@ -157,7 +157,8 @@ def _prompts(config: PipelineConfig, data: Path, most: int | None) -> tuple[list
     The data artifact has only the text of a prompt, which as a row is another prompt if it was a conversation
     or had a system message. Raises DataError if no prompt is left.
     """
-    every = load_prompts(data, "train")
+    # Once each: the copies that `weight` makes would get the same answers.
+    every = list({each.prompt_id: each for each in load_prompts(data, "train")}.values())
     encoder = load_encoder(config, data)
     prompts = [each for each in every if encoder.prompt([Message("user", each.prompt)]) == each.input_ids]
     left_out = len(every) - len(prompts)

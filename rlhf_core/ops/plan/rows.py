@@ -81,13 +81,16 @@ def _training_rows(config: PipelineConfig, table: DataTable, name: SetName) -> i
     counts = table.card["counts"][name]
     if not counts["read"]:
         return 0
-    rows = [count_rows(config, name, source) for source in getattr(config.data, name)]
+    sources = getattr(config.data, name)
+    rows = [count_rows(config, name, source) for source in sources]
     # Fewer than the table could read: the others are of another split, and all that count were read.
     if counts["read"] < sum(min(table.rows, each) for each in rows) or sum(rows) <= counts["read"]:
         return int(counts["train"])
-    every = sum(rows)
-    kept: float = (counts["train"] + counts["eval"]) / counts["read"] * every
-    return round(kept - min(kept * config.data.eval_fraction, config.data.max_eval))
+    # Without weights, which apply to all rows of a source and not to those that were read.
+    weighted = [row["rows"] for row in table.card["weights"] if row["field"].startswith(f"data.{name}[")]
+    used: float = sum(each * source.weight for each, source in zip(rows, sources, strict=True))
+    share: float = (sum(weighted) or counts["train"]) / counts["read"]
+    return round(share * used)
 
 
 def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
 _HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
 """Digest of a data set of the hub, with its split."""
-_UNKNOWN = "unknown"
+_IDENTIFIER = re.compile(r"[\w.-]+")
 _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
 """Rules whose reason consists of numbers. Others can contain messages of errors, and paths in them."""
 
@@ -48,7 +48,7 @@ def model_card(policy: RegisteredPolicy) -> str:
     titles = titles_of(evaluation.get("rl_algorithm", "PPO"))
     base, first_base = _base(policy)[0], _base(_first(policy))
     licence, sources, tags = _base_licence(policy), _data_sources(policy), policy.version.tags
-    is_identifier = re.fullmatch(r"[\w.-]+", licence) and licence != _UNKNOWN
+    is_identifier = licence is not None and _IDENTIFIER.fullmatch(licence)
     card = ModelCard.from_template(
         ModelCardData(
             library_name="transformers",
@@ -128,14 +128,14 @@ def _results(
         yield "KL to the SFT model", f"{kl['mean']:.4g}", _interval(kl)
 
 
-def _base_licence(policy: RegisteredPolicy) -> str:
-    """Return the licence of the first base model by its model card; "unknown" without one, or if the versions
+def _base_licence(policy: RegisteredPolicy) -> str | None:
+    """Return the licence of the first base model by its model card; None without one, or if the versions
     do not lead to a base model. The card of a hub model is that of its commit in the local cache.
     """
     first = _first(policy)
     model = first.config["model"]
     if first.base_reference is not None or not model.get("path"):
-        return _UNKNOWN
+        return None
     digest = _base_digest(first)
     if digest.startswith("hub:"):
         name, _, revision = digest.removeprefix("hub:").rpartition("@")
@@ -143,7 +143,7 @@ def _base_licence(policy: RegisteredPolicy) -> str:
     else:
         card = Path(model["path"], "README.md")
     if card is None or not card.is_file():
-        return _UNKNOWN
+        return None
     return licence_of(card)
 
 
@@ -154,17 +154,21 @@ def _first(policy: RegisteredVersion) -> RegisteredVersion:
     return policy
 
 
-def licence_of(card: Path) -> str:
-    """Return the licence in the front matter of a card, or several with commas; "unknown" if it has none."""
+def licence_of(card: Path) -> str | None:
+    """Return the licence in the front matter of a card, or several with commas; None if it has none.
+
+    Other people have written it, so that what is no identifier counts as none.
+    """
     from huggingface_hub.repocard import metadata_load
 
     try:
         found = (metadata_load(card) or {}).get("license")
-    except (ValueError, YAMLError):  # other people have written it
-        return _UNKNOWN
-    if isinstance(found, list):
-        return ", ".join(map(str, found))
-    return str(found or _UNKNOWN)
+    except (ValueError, YAMLError, RecursionError):
+        return None
+    names = [str(each) for each in (found if isinstance(found, list) else [found])]
+    if found in (None, "", "unknown") or not all(map(_IDENTIFIER.fullmatch, names)):
+        return None
+    return ", ".join(names) or None
 
 
 def _base_digest(policy: RegisteredVersion) -> str:
@@ -208,11 +212,11 @@ def _data_sources(policy: RegisteredPolicy) -> list[tuple[str, str, str]]:
     return found
 
 
-def _data_licence(digest: str) -> str:
-    """Return the licence of a data set by its card in the local cache; "unknown" if it is not of the hub."""
+def _data_licence(digest: str) -> str | None:
+    """Return the licence of a data set by its card in the local cache; None if it is not of the hub."""
     found = _HUB_DATA.match(digest)
     if found is None or (card := cached_card(found["name"], found["commit"], "dataset")) is None:
-        return _UNKNOWN
+        return None
     return licence_of(card)
 
 

@@ -210,6 +210,10 @@ BROKEN_CHECKS = {
         f"model: {{path: ./x}}\n{demo_data.YAML}",
         "model.path: cannot be checked (RecursionError: ",
     ),
+    "rlhf_core.config.load.adapter_rate": (
+        "sft: {lora: {r: 8}}",
+        "c.yaml: the configuration: cannot be checked (RecursionError: ",
+    ),
     "rlhf_core.config.rewards.pattern_problem": (
         "run: {seed: 1}\nppo:\n  steps: 3\n  rewards:\n  - {type: format, pattern: a}",
         "c.yaml: the configuration: cannot be checked (RecursionError: ",

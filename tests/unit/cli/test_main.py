@@ -53,6 +53,20 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
     assert f"Example: rlhf {command}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_help_ends_quietly_if_its_reader_has_ended() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "rlhf_cli.main", "--help"]
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGPIPE and done.stderr == b""
+
+
+def test_help_says_that_a_configuration_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["prune", "--help"]) == 0
+    assert "rlhf prune [OPTIONS] [CONFIG] [FIELD=VALUE...]" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_help_has_the_commands_in_groups(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 0

@@ -365,6 +365,15 @@ def test_the_template_of_this_package_renders_tools_calls_results_and_thoughts_f
     )
 
 
+def test_the_template_of_this_package_writes_no_text_for_a_content_of_null() -> None:
+    roles = ("system", "user", "assistant", "tool")
+    render = encoder_of(OWN).tokenizer.apply_chat_template
+    texts = [
+        render([{"role": each, "content": text} for each in roles], tokenize=False) for text in (None, "")
+    ]
+    assert "None" not in texts[0] and texts[0] == texts[1]
+
+
 def test_thoughts_close_the_block_that_the_prompt_opens() -> None:
     encoder = encoder_of("DeepSeek R1, QwQ")
     [encoded] = encoder.conversations([ASK, SAID])

@@ -490,6 +490,18 @@ def test_a_given_model_brings_its_own_tokenizer_and_template(model_folder: Path,
     assert not (tmp_path / "out" / "model").exists()
 
 
+def test_the_artifact_does_not_depend_on_the_folder_of_the_chat_template(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.jinja").write_text(TINY_TEMPLATE)
+        prepared(demo(chat_template=str(tmp_path / name / "mine.jinja")), tmp_path / name / "out")
+    written = [
+        {file.name: file.read_bytes() for file in (tmp_path / name / "out").iterdir() if file.is_file()}
+        for name in ("a", "b")
+    ]
+    assert b"mine.jinja" in written[0]["data_card.md"] and written[0] == written[1]
+
+
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
@@ -822,6 +834,16 @@ def test_a_weight_uses_training_rows_a_whole_number_of_times_and_a_fixed_sample_
     assert card["counts"]["preference"]["train"] == len(first) + len(second)
     assert card["counts"]["preference"]["eval"] == plain["counts"]["preference"]["eval"]
     assert f"| data.preference[0] | 2.5 | {len(once)} | {len(first)} |" in card_markdown(card)
+
+
+def test_copies_of_a_weight_are_no_further_prompts_of_a_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = [{"path": str(write_jsonl(tmp_path / "rows.jsonl", pairs(60)))}]
+    data = {"sft": source, "preference": source, "prompts": [{**source[0], "weight": 4}]}
+    prepared(configure(data=data, ppo={"prompts_per_step": 64}), tmp_path / "out")
+    assert len(load_prompts(tmp_path / "out", "train")) > 64
+    assert re.search(r"there are 5\d prompts to train on, fewer than ppo.prompts_per_step=64", caplog.text)
 
 
 def test_a_weight_of_one_changes_no_file_and_no_key(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import yaml
 from rich.console import Console
 
 from rlhf_core.config.load import load_config
+from rlhf_core.config.ppo import PTXConfig
 from rlhf_core.data.check import check_data
+from rlhf_core.data.tokenizer import TINY_TEMPLATE
 from rlhf_core.errors import DataError
 from rlhf_core.ops.data_table import data_table, read_data, show
 
@@ -99,13 +101,43 @@ def test_demonstrations_that_are_not_trained_are_in_no_table(tmp_path: Path) -> 
     out = io.StringIO()
     show(data_table(off, rows=30), Console(file=out, width=140))
     assert "sft" not in out.getvalue() and "preference: prompt" in out.getvalue()
+    ptx = off.model_copy(update={"ppo": off.ppo.model_copy(update={"ptx": PTXConfig(coef=1.0)})})
+    assert not any("its rows are not trained" in str(each) for each in check_data(ptx))
+    assert "sft" in data_table(ptx, rows=30).shown
 
 
-def test_what_a_weight_does_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rows", "share"), [(1000, "used as 72, 100.0% of the set"), (20, "used as 38")])
+def test_what_a_weight_does_is_said(tmp_path: Path, rows: int, share: str) -> None:
     out = io.StringIO()
-    show(read_data(config_of(tmp_path, PAIRS), ["data.sft.0.weight=2"]), Console(file=out, width=400))
+    show(read_data(config_of(tmp_path, PAIRS), ["data.sft.0.weight=2"], rows), Console(file=out, width=400))
     [line] = [line for line in out.getvalue().splitlines() if "weight 2" in line]
-    assert line.startswith("data.sft[0] (") and line.endswith("rows are used as 72, 100.0% of the set")
+    assert line.startswith("data.sft[0] (") and line.endswith(f"rows are {share}")
+
+
+def test_all_rows_are_read_if_no_source_has_more(tmp_path: Path) -> None:
+    config = config_of(tmp_path, PAIRS)
+    other = tmp_path / "other.jsonl"
+    other.write_text((tmp_path / "pairs.jsonl").read_text().replace("bird", "fish"))
+    more = [f"data.{name}.1={{path: {other}}}" for name in ("sft", "preference", "prompts")]
+    assert read_data(config, more, rows=60).is_whole, "40 of each source"
+    assert not read_data(config, more, rows=40).is_whole
+
+
+def test_a_problem_is_said_once(tmp_path: Path) -> None:
+    rows = [{**row, "answer": str(at) if at else "a lake or a river"} for at, row in enumerate(PAIRS)]
+    config = config_of(tmp_path, rows)
+    rewards = "ppo.rewards=[{type: answer, extract: final_number}]"
+    found = read_data(config, [rewards, "reward.enabled=false"]).warnings
+    assert sum("no response can get the reward for 1 of 40" in each for each in found) == 1
+
+
+def test_signs_of_markup_in_the_name_of_a_template_are_printed(tmp_path: Path) -> None:
+    template = tmp_path / "a[b].jinja"
+    template.write_text(TINY_TEMPLATE)
+    out = io.StringIO()
+    table = read_data(config_of(tmp_path, PAIRS), [f"data.chat_template={json.dumps(str(template))}"])
+    show(table, Console(file=out, width=120))
+    assert "with the chat template a[b].jinja:" in out.getvalue()
 
 
 def test_the_chat_template_is_named(tmp_path: Path) -> None:
@@ -113,7 +145,7 @@ def test_the_chat_template_is_named(tmp_path: Path) -> None:
     assert read_data(config, rows=20).card["template_from"] == "of models from scratch"
     ours = "deployments/configs/tools-chat.jinja"
     found = read_data(config, [f"data.chat_template={ours}"], rows=20).card["template_from"]
-    assert found.endswith("tools-chat.jinja")
+    assert found == "tools-chat.jinja"
     assert "data.template: plain" in read_data(config, ["data.template=plain"], 20).card["template_from"]
 
 

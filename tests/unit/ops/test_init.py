@@ -156,6 +156,14 @@ def test_rows_with_tools_and_thoughts_are_read_with_a_template_that_renders_them
     assert loaded(tmp_path, Given(own, "dpo", "chats.jsonl", "pairs.jsonl")).data.chat_template is None
 
 
+def test_a_start_that_has_not_learned_the_template_is_named(tmp_path: Path, instruct: str) -> None:
+    asked = {"prompt": "1 + 1?", "answer": "2", "tools": CALLED["tools"]}
+    write(tmp_path, "asked.jsonl", asked)
+    note = "the model as it is, which has not learned data.chat_template\n"
+    assert note in configuration(Given(instruct, "grpo", prompts="asked.jsonl"), "my")
+    assert note not in configuration(Given(instruct, "grpo", prompts="answers.jsonl"), "my")
+
+
 def test_the_file_is_yaml_of_few_lines(base: str) -> None:
     text = configuration(Given(base, "ppo", pairs="pairs.jsonl"), "my")
     assert yaml.safe_load(text)["run"]["name"] == "my"

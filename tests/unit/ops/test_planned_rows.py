@@ -61,9 +61,26 @@ def test_each_stage_trains_on_the_rows_that_the_stage_data_keeps(tmp_path: Path)
 
 def test_rows_that_were_not_read_are_kept_like_the_first_ones(tmp_path: Path) -> None:
     plan = make_plan(config_of(tmp_path), rows=20)
-    assert plan.table is not None and plan.table.card["counts"]["sft"]["read"] == 20
-    # All 20 are kept, so are all 60, of which a tenth is held out.
-    assert {each.stage: each.rows for each in plan.work}["sft"] == 54
+    assert plan.table is not None
+    counts = plan.table.card["counts"]["sft"]
+    assert counts["read"] == 20 and 15 < counts["train"] < 20
+    assert {each.stage: each.rows for each in plan.work}["sft"] == 3 * counts["train"]
+
+
+def test_a_weight_counts_for_all_rows_of_its_source_and_not_only_for_the_first_ones(tmp_path: Path) -> None:
+    for name, count in (("many", 2000), ("few", 100)):
+        rows_ = [{"prompt": f"{name} {at}?", "completion": f"It is {at}."} for at in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
+    config = config_of(tmp_path)
+    tree = yaml.safe_load(Path(config).read_text())
+    many = {"path": str(tmp_path / "many.jsonl"), "weight": 0.05}
+    tree["data"] |= {"sft": [many, {"path": str(tmp_path / "few.jsonl")}], "max_eval": 10}
+    Path(config).write_text(yaml.safe_dump(tree))
+    [planned, whole] = [
+        next(each.rows for each in make_plan(config, rows=rows_).work if each.stage == "sft")
+        for rows_ in (100, 5000)
+    ]
+    assert planned == pytest.approx(whole, rel=0.1) and 160 < whole < 200
 
 
 def test_rows_of_another_split_and_of_another_subset_are_not_counted(tmp_path: Path) -> None:

@@ -464,11 +464,16 @@ def test_the_licence_is_that_of_the_front_matter(home: str, tmp_path: Path) -> N
     for text, licence in (
         ('---\nlicense: "mit"\n---\n', "mit"),
         ("---\r\ntags: [x]\r\nlicense: mit\r\n---\r\n", "mit"),
-        ("---\nlicense:\nlanguage: en\n---\n", "unknown"),
+        ("---\nlicense:\nlanguage: en\n---\n", None),
         ("---\nlicense:\n- mit\n---\n", "mit"),
         ("---\nlicense:\n- mit\n- apache-2.0\ntags:\n- x\n---\n", "mit, apache-2.0"),
-        ("---\nlanguage: en\n---\nlicense: none\n", "unknown"),
-        ("# Base\nlicense: none\n---\n", "unknown"),
+        ("---\nlanguage: en\n---\nlicense: none\n", None),
+        ("# Base\nlicense: none\n---\n", None),
+        ("---\nlicense: unknown\n---\n", None),
+        ("---\nlicense: []\n---\n", None),
+        ("---\nlicense: '[mit](http://a.example) <b>'\n---\n", None),
+        ("---\nlicense: [mit, '# Heading']\n---\n", None),
+        (f"---\nlicense: {'[' * 3000}\n---\n", None),
     ):
         (tmp_path / "README.md").write_bytes(text.encode())
         assert licence_of(tmp_path / "README.md") == licence

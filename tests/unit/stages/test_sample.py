@@ -201,6 +201,17 @@ def test_only_training_prompts_with_seeds_of_their_own(
     assert engine.requests[0].model == context.inputs["ppo"] / "policy"
 
 
+def test_copies_that_a_weight_makes_are_sampled_once(
+    engines: list[ScriptedEngine], context: StageContext
+) -> None:
+    data = context.inputs["data"]
+    every = load_prompts(data, "train")
+    write(data, "prompts", "train", [*every, *every[:2]])
+    result = sample.run(config_of(), context)
+    assert result.metrics["prompts"] == 4.0
+    assert [row["prompt"] for row in rows(context, "best.jsonl")] == PROMPTS
+
+
 def test_the_same_run_gives_the_same_bytes(engines: list[ScriptedEngine], context: StageContext) -> None:
     found = []
     for _ in range(2):
