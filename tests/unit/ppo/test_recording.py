@@ -241,7 +241,7 @@ def test_levels_have_their_columns_and_change_nothing(tmp_path: Path) -> None:
     def logged(run: Run) -> list[dict[str, float]]:
         """Return what each step logs, without what depends on the speed of the machine."""
         rows = [row for _, row in run.metrics.rows if "objective/kl" in row]
-        timed = ("timing/", "rollout/tokens_per_s", "checkpoint/", "sync/")
+        timed = ("timing/", "rollout/tokens_per_s", "utilisation/", "sync/")
         return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
     without = Run(tmp_path / "none", None)
