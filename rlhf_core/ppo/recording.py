@@ -135,11 +135,10 @@ class StepRows:
         advantages = experience.returns.gather("advantages")
         if experience.whitening is not None:
             advantages = [experience.whitening.apply(row) for row in advantages]
-        return {
-            "new_logprobs": _lists(new.gather("logprobs")),
-            "advantages": _lists(advantages),
-            "returns": _lists(experience.returns.gather("returns")),
-        }
+        rows = {"new_logprobs": _lists(new.gather("logprobs")), "advantages": _lists(advantages)}
+        if experience.values is not None:
+            rows["returns"] = _lists(experience.returns.gather("returns"))
+        return rows
 
 
 def _lists(rows: Sequence[FloatArray] | Sequence[IntArray]) -> pa.ListArray:

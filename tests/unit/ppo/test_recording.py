@@ -316,3 +316,9 @@ def test_a_table_of_samples_has_exact_numbers(tmp_path: Path, level: RecordLevel
         assert row["tokens"] == len(response)
         old, ref = np.float64(numbers("policy", response)), np.float64(numbers("reference", response))
         assert row["kl"] == (old - ref).sum()
+
+
+def test_without_a_critic_there_are_no_values_and_no_returns(tmp_path: Path) -> None:
+    rows = undisturbed(tmp_path, "all", GRPO).to_pylist()
+    assert {(row["values"], row["returns"]) for row in rows} == {(None, None)}
+    assert all(len(row["advantages"]) == len(row["new_logprobs"]) for row in rows)

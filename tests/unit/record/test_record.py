@@ -144,7 +144,9 @@ def test_a_column_that_a_part_lacks_is_null(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"has no recorded rollouts; .* unless record\.level is none"):
+    with pytest.raises(
+        InputError, match=r"has no recorded rollouts; .* unless record\.level is none, .*record=True"
+    ):
         read_rollouts(tmp_path)
     with pytest.raises(InputError, match=r"no column scores, text; it has kind, step, .*reward/length"):
         read_rollouts(recorded(tmp_path, 1), ["text", "step", "scores"])
