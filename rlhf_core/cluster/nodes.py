@@ -54,7 +54,7 @@ from rlhf_core.errors import (
 )
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
-from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, merged
+from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, is_record, merged
 from rlhf_core.storage.s3 import s3_endpoint
 from rlhf_core.system.heartbeat import Monitor, Participant, heartbeat
 from rlhf_core.system.home import Home, is_below
@@ -456,7 +456,10 @@ class ClusterNodes:
         return self._needed(manifest, self._own_id).__contains__
 
     def _needed(self, manifest: Manifest, node_id: str) -> frozenset[str]:
-        return needed_files([entry.path for entry in manifest.files], self._ranks, node_id)
+        paths = [entry.path for entry in manifest.files]
+        if node_id != self._own_id:  # only the driver continues the record
+            paths = [path for path in paths if not is_record(path)]
+        return needed_files(paths, self._ranks, node_id)
 
 
 def _require_same(folder: Path, own: Mapping[str, str], there: Mapping[str, str], host: str) -> None:

@@ -20,7 +20,7 @@ class RecordConfig(Section):
     (also log-probabilities of engine, policy and reference, and values), `all` (also advantages, returns, and
     log-probabilities after the update, for which the policy computes each batch once more) or `none`
     """
-    max_bytes: Annotated[int, Field(ge=1, le=10**15)] = execution(4 * 10**9)
+    max_bytes: Annotated[int, Field(ge=1, le=10**15)] = execution(20 * 10**9)
     """Size of the record, in bytes before compression. Nothing is recorded from the step on that would exceed
     it
     """

@@ -219,7 +219,7 @@ class PPOController:
         failpoint("ppo.after_scoring")
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
-        if self._record is not None:
+        if self._record is not None and not self._record.is_full:
             self._record_step(self._record, batch, experience, step, trained=bool(update))
         self.completed_steps = step
         sync_is_due = step % self._ppo.sync_every == 0
@@ -323,7 +323,9 @@ class PPOController:
             ppo=ppo,
             kl_coef=self._kl.coef,
             own_advantages=self._own_advantages,
-            keep_advantages=self._record is not None and includes(self._record.level, "all"),
+            keep_advantages=self._record is not None
+            and not self._record.is_full
+            and includes(self._record.level, "all"),
         )
         if ppo.staleness:
             experience.metrics["rollout/staleness"] = float(self.completed_steps - batch.version)
@@ -405,15 +407,21 @@ class PPOController:
         self, batch: RolloutBatch, experience: Experience, kind: str, step: int, limit: int = 16
     ) -> None:
         """Log the first `limit` responses as the table `<kind>/step_<step>`."""
-        rows = StepRows(self._fleet, self._ppo, step).table(batch, experience, "rewards", trained=True)
-        shown = rows.slice(0, min(limit, len(batch))).to_pylist()
-        table = []
-        for row, prompt in zip(shown, batch.prompts[: len(shown)], strict=True):
-            response = row["response_ids"]
-            values = {name: row[name] for name in ("score", "kl", "finished")}
-            texts = {"prompt": prompt.prompt, "response": self._decode(response)}
-            table.append({"step": step, **texts, "tokens": len(response), **values})
-        self._context.metrics.log_table(f"{kind}/step_{step:06d}", table)
+        shown = range(min(limit, len(batch)))
+        rows = []
+        for row, (_, response_ids) in zip(shown, read_responses(self._fleet, batch, shown), strict=True):
+            rows.append(
+                {
+                    "step": step,
+                    "prompt": batch.prompts[row].prompt,
+                    "response": self._decode(response_ids),
+                    "score": float(experience.scores_B[row]),
+                    "kl": float(experience.kl_B[row]),
+                    "tokens": int(batch.lengths_B[row]),
+                    "finished": bool(batch.finished_B[row]),
+                }
+            )
+        self._context.metrics.log_table(f"{kind}/step_{step:06d}", rows)
 
     def _checkpoint(self) -> None:
         """Save policy, critic, KL controller and the metrics so far as one checkpoint."""
@@ -427,11 +435,10 @@ class PPOController:
         per_role = fleet.wait(sizes, "the checkpoint's size")
         size = sum(whole for whole, _ in per_role)
         unsharded = sum(part for _, part in per_role)
-        own = sum(batch.token_bytes for batch in self._rollouts.finished)
-        if self._record is not None:
-            own += self._record.size
+        # Without the record, of which a checkpoint has links.
+        tokens = sum(batch.token_bytes for batch in self._rollouts.finished)
         with new_checkpoint(
-            self._context, scratch, step, size, self.selection.score(step), unsharded=unsharded, own=own
+            self._context, scratch, step, size, self.selection.score(step), unsharded=unsharded, own=tokens
         ) as folder:
             saving: list[Pending[None]] = []
             for role in self._trained_roles:

@@ -3,7 +3,7 @@
     batch        tokens and log-probabilities of the engines, rewards, what filtering replaced
     experience   scores, KL, and references to what the ranks computed
 
-The columns of tokens are fetched from the ranks and engines, 8 to 32 bytes for each token. Nothing is
+The columns of tokens are fetched from the ranks and engines, 8 to 36 bytes for each token. Nothing is
 computed, but at the level `all` the log-probabilities after the update.
 
 Axes: `B` responses, `T` tokens of one response.
@@ -58,7 +58,7 @@ class StepRows:
         assert batch.rewards is not None
         chunks = self.fleet.wait(batch.chunks, "rollouts")
         of_step = None if trained else "skipped"
-        rows = self._rows(batch, chunks, 0) | {
+        rows = self._rows(batch, chunks, 0, level) | {
             "score": experience.scores_B.numpy(),
             "kl": experience.kl_B,
             "excluded": [of_step if scored else "unscored" for scored in experience.scored_B.tolist()],
@@ -76,18 +76,20 @@ class StepRows:
             total = replaced.rewards.total
             scores_B = shaped_scores(replaced.lengths_B, replaced.finished_B, total, self.ppo)
             without = {"score": scores_B.numpy(), "excluded": ["filtered"] * len(replaced)}
-            tables.append(_table(self._rows(replaced, chunks, start) | without, schema))
+            tables.append(_table(self._rows(replaced, chunks, start, level) | without, schema))
             start += len(replaced)
         return pa.concat_tables(tables)
 
-    def _rows(self, batch: RolloutBatch, chunks: Sequence[RolloutColumns], start: int) -> dict[str, Any]:
+    def _rows(
+        self, batch: RolloutBatch, chunks: Sequence[RolloutColumns], start: int, level: RecordLevel
+    ) -> dict[str, Any]:
         """Return what is known of responses before they are trained on. The first one has the number
         `start`.
         """
         assert batch.rewards is not None
         index_B = np.arange(start, start + len(batch), dtype=np.int32)
         places = [(chunks[number], row) for number, row in batch.places]
-        return {
+        rows = {
             "kind": [KIND] * len(batch),
             "step": np.full(len(batch), self.step, np.int32),
             "index": index_B,
@@ -95,7 +97,6 @@ class StepRows:
             "prompt_id": [prompt.prompt_id for prompt in batch.prompts],
             "prompt_ids": _lists([chunk.prompt(row) for chunk, row in places]),
             "response_ids": _lists([chunk.response(row) for chunk, row in places]),
-            "rollout_logprobs": _lists([chunk.rollout_logprobs(row) for chunk, row in places]),
             "finished": batch.finished_B,
             "policy_version": np.full(len(batch), batch.version, np.int32),
             "seed": batch.seeds_B,
@@ -103,6 +104,9 @@ class StepRows:
             "ensemble_std": batch.rewards.ensemble_std or None,
             **{f"{REWARD}{name}": values for name, values in batch.rewards.by_source.items()},
         }
+        if includes(level, "logprobs"):
+            rows["rollout_logprobs"] = _lists([chunk.rollout_logprobs(row) for chunk, row in places])
+        return rows
 
     def _weighted(self, batch: RolloutBatch) -> dict[str, Any]:
         """Return the part of each source in the total. Normalisation is over the final batch, so replaced
@@ -131,11 +135,10 @@ class StepRows:
         advantages = experience.returns.gather("advantages")
         if experience.whitening is not None:
             advantages = [experience.whitening.apply(row) for row in advantages]
-        return {
-            "new_logprobs": _lists(new.gather("logprobs")),
-            "advantages": _lists(advantages),
-            "returns": _lists(experience.returns.gather("returns")),
-        }
+        rows = {"new_logprobs": _lists(new.gather("logprobs")), "advantages": _lists(advantages)}
+        if experience.values is not None:
+            rows["returns"] = _lists(experience.returns.gather("returns"))
+        return rows
 
 
 def _lists(rows: Sequence[FloatArray] | Sequence[IntArray]) -> pa.ListArray:

@@ -21,7 +21,6 @@ REWARD = "reward/"
 """Begins the name of the column with the raw values of a reward source."""
 WEIGHTED = "weighted/"
 """Begins the name of the column with the part of a reward source in `total`."""
-KEY = ("kind", "step", "index")
 
 TOKENS = pa.list_(pa.field("element", pa.int32()))
 NUMBERS = pa.list_(pa.field("element", pa.float32()))
@@ -85,7 +84,7 @@ COLUMNS = (
     Column(
         "advantages", NUMBERS, "all", "(T,) that the policy was trained on, whitened if the algorithm does"
     ),
-    Column("returns", NUMBERS, "all", "(T,) that the critic was trained on"),
+    Column("returns", NUMBERS, "all", "(T,) that the critic was trained on; null without one"),
 )
 """Without those of reward sources."""
 

@@ -35,7 +35,7 @@ class RecordWriter:
     """Writes the rollouts of one stage.
 
     Args:
-        folder: Local folder of this attempt for the parts. It is created.
+        folder: Local folder of this attempt for the parts. It is created, without what it had.
         kind: `kind` of all rows.
         settings: Section `record`.
     """
@@ -48,18 +48,15 @@ class RecordWriter:
         self._bytes = 0
         """Bytes of all steps so far, before compression."""
         self._last_step = 0
-        self._is_full = False
+        self.is_full = False
+        """Whether the limit is reached, so that `add` does nothing."""
         self._part: pq.ParquetWriter | None = None
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the parts on the disk."""
-        return sum(part.stat().st_size for part in parts_of(self._folder))
 
     def add(self, step: int, rows: pa.Table) -> None:
         """Record a step. All tables of an attempt have the same columns."""
-        if self._is_full:
+        if self.is_full:
             return
         if self._bytes + rows.nbytes > self._max_bytes:
             log.warning(
@@ -69,7 +66,7 @@ class RecordWriter:
                 self._bytes / 1e6,
                 self._max_bytes,
             )
-            self._is_full = True
+            self.is_full = True
             return
         if self._part is None:
             self._part = _new_part(self._folder / f"{self._kind}-{step:08d}.parquet", rows.schema)
@@ -94,7 +91,7 @@ class RecordWriter:
             metadata = pq.read_metadata(part).metadata
             self._bytes, self._last_step = int(metadata[_BYTES]), int(metadata[_LAST_STEP])
         # Steps were left out, so the limit was reached. Without parts, nothing was recorded before.
-        self._is_full = 0 < self._last_step < completed
+        self.is_full = 0 < self._last_step < completed
 
 
 def _new_part(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
@@ -115,8 +112,9 @@ def _new_part(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _link_all(source: Path, target: Path) -> None:
-    """Link all parts of a folder to another one."""
-    target.mkdir(parents=True, exist_ok=True)
+    """Link all parts of a folder to another one, which loses what it had."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
     for part in parts_of(source):
         if not linked(part, target / part.name):
             shutil.copy(part, target)

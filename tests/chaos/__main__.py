@@ -34,8 +34,9 @@ and MLflow on the CPU. Each run gets one to three SIGKILLs. The same command is 
 - **a random process**: a random process is killed at a random time. The servers of Ray and Prefect are
   included.
 - **same bits**: all files of the artifact, all metrics in it, all values of all metrics in MLflow (each
-  once) and all files of the run there equal those of an undisturbed run. Times and rates are not compared,
-  and neither are the contents of figures and of the report.
+  once) and all files of the run there equal those of an undisturbed run. The record of rollouts is compared
+  by its rows, because its files end where the stage was interrupted. Times and rates are not compared, and
+  neither are the contents of figures and of the report.
 - **recovery**: seconds from the kill until a process that was started after it reaches the same point, or
   until the end of the run if none does. Most of it is the start of processes.
 

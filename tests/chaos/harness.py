@@ -3,8 +3,8 @@
 golden    each stage once, alone and undisturbed: its points (failpoints passed) and its outcome are noted,
           and the home folder is copied before it
 case      such a copy; `rlhf run --until STAGE` with kills, again until it ends well
-outcome   what the stage made: files by sha256, metrics in the artifact and in MLflow, each value and how
-          often; not what is measured in seconds
+outcome   what the stage made: files by sha256, the record of rollouts by its rows, metrics in the artifact
+          and in MLflow, each value and how often; not what is measured in seconds
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from typing import Any
 from rlhf_core.config.keys import is_enabled
 from rlhf_core.config.load import load_config
 from rlhf_core.pipeline import StageName, stages_between
+from rlhf_core.record.reader import RECORD, read_rollouts
 from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.bundles import is_record
 from rlhf_core.storage.store import Store
 
 CONFIG = Path(__file__).parents[1] / "assets" / "tiny.yaml"
@@ -317,10 +319,16 @@ def outcome(home: Path, stage: StageName) -> Outcome:
     store = ArtifactStore(Store(config.store_url), cache=home / "cache")
     ref = store.find(stage, key)
     assert ref is not None, f"{stage} has no artifact"
-    folder = store.fetch(ref)
+    folder = store.fetch(ref, record=True)
     made: Outcome = {f"metric {name}": value for name, value in ref.metrics.items() if not _in_seconds(name)}
+    if (folder / RECORD).exists():
+        # Its parts end where the stage was interrupted. As text: NaN is not equal to itself.
+        rows = repr(read_rollouts(folder).to_pylist())
+        made[RECORD] = hashlib.sha256(rows.encode()).hexdigest()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()
+        if is_record(name):
+            continue
         if name == "registration.json":
             facts = json.loads(file.read_text())
             made[name] = {k: v for k, v in facts.items() if k not in ("source", "created", "reason", "rule")}

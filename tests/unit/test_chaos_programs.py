@@ -3,6 +3,7 @@
 - they go on until there are enough kills, and end with a table with the sums of all results so far
 - a run that ended before a kill took place is not counted
 - typed again, they keep the results that are there
+- records of rollouts with the same rows are the same outcome, wherever their parts end
 - the exit code is 1 if a run has other bits, does not end, or leaves processes, and if the negative control
   is not noticed
 """
@@ -13,10 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from rlhf_core.config.record import RecordConfig
+from rlhf_core.record.writer import RecordWriter
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.store import Store
 from tests.chaos import __main__ as chaos
-from tests.chaos import servers
+from tests.chaos import harness, servers
 from tests.chaos.harness import STAGES, Case, Kill, Result
 from tests.chaos.servers import KINDS, Trial
 
@@ -120,3 +126,28 @@ def test_the_kills_of_servers_end_with_their_table(
     assert sorted(tried) == sorted(KINDS), "the first kind was not tried again"
     assert f"| flow | 1 | 1 | {int(same)} | 2.0 s | 2.0 s |" in capsys.readouterr().out
     assert page.read_text().count("\n") == 2 + len(KINDS)
+
+
+def test_records_with_the_same_rows_are_the_same_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "_tracked", lambda home, key: {})
+
+    def outcome_of(name: str, *parts: tuple[int, ...]) -> harness.Outcome:
+        home = tmp_path / name
+        record = RecordWriter(home / "parts", "ppo", RecordConfig())
+        for number, steps in enumerate(parts):
+            for step in steps:
+                record.add(step, pa.table({"step": [step], "score": [float("nan")]}))
+            record.save(home / f"saved-{number}")
+        output = home / "output"
+        record.save(output)
+        (output / "metrics.jsonl").write_text("{}\n")
+        artifacts = ArtifactStore(Store(str(home / "store")), cache=home / "cache")
+        artifacts.publish("ppo", "0" * 16, output, Provenance())
+        return harness.outcome(home, "ppo")
+
+    undisturbed, stopped = outcome_of("undisturbed", (1, 2, 3)), outcome_of("stopped", (1,), (2, 3))
+    assert harness.difference(undisturbed, stopped) == ""
+    assert {"record", "metrics.jsonl"} <= set(stopped)
+    assert harness.difference(undisturbed, outcome_of("other", (1, 2))) == "differs: record"

@@ -10,8 +10,9 @@ for all engines, and with filtering for the reward workers. Between `start` and 
 and the controller can do something else.
 
 The tokens stay in chunks (`ppo.training.batch`), to which the batch has references. They are fetched one
-chunk at a time, and only for held-out evaluations, tables of samples, checkpoints
-with `ppo.staleness`, and rewards that the controller asks.
+chunk at a time, and only for held-out evaluations, tables of samples, checkpoints with `ppo.staleness`, and
+rewards that the controller asks. The record and the comparison of engines and policy after a sync fetch all
+chunks of their batch at once.
 """
 
 from __future__ import annotations

@@ -31,6 +31,9 @@ from rlhf_core.types import PromptExample
 
 log = logging.getLogger(__name__)
 
+_EARLIER = ("manifest.json", "batch.safetensors")
+"""Files of rollouts in checkpoints of earlier releases, of which this one has none."""
+
 
 class StoredRollouts:
     """The rollouts of one step in a checkpoint.
@@ -258,19 +261,20 @@ class RolloutsAhead(Rollouts):
         """Read the batches of the checkpoint of step `completed`.
 
         Raises:
+            ConfigError: An earlier release made the checkpoint.
             CorruptArtifact: A batch is missing or damaged.
         """
+        if any((folder / "rollouts" / name).exists() for name in _EARLIER):
+            raise ConfigError(
+                f"the checkpoint {folder} was made by an earlier release, whose rollouts this one"
+                " cannot read; finish the run with that release, or delete the checkpoints of this"
+                " stage to start it again"
+            )
         every = self._ppo.sync_every
         next_sync = math.ceil(completed / every) * every
         for step in range(completed + 1, min(next_sync + 1, self._ppo.steps) + 1):
             batch = self._stored(folder, step - completed).read(step)
             if batch is None:
-                if (folder / "rollouts" / "manifest.json").exists():
-                    raise ConfigError(
-                        f"the checkpoint {folder} was made by an earlier release, whose rollouts this one"
-                        " cannot read; finish the run with that release, or delete the checkpoints of this"
-                        " stage to start it again"
-                    )
                 raise CorruptArtifact(
                     f"the checkpoint {folder} has no readable rollouts of step {step}, which"
                     f" ppo.staleness={self._ppo.staleness} needs; remove this checkpoint to continue from an"

@@ -3,9 +3,9 @@ controller, and the scores of models.
 
     engine  --chunks: RolloutColumns-->  ranks  --RowColumns-->  other ranks
 
-Chunks are results of Ray tasks. The controller holds references to them and does not fetch them. It owns
-them: a chunk is lost only if its node is lost, not if the actor that made it is replaced. Each call names the
-rows that it needs by `Places`.
+Chunks are results of Ray tasks. The controller holds references to them, and fetches them
+only where it needs tokens itself (`ppo.sampling.rollouts`). It owns them: a chunk is lost only if its node is
+lost, not if the actor that made it is replaced. Each call names the rows that it needs by `Places`.
 
 The controller holds a `RolloutBatch`: lengths, rewards, and references to the tokens. `route` distributes its
 responses over ranks by whole chunks:

@@ -297,6 +297,20 @@ def test_a_mark_of_a_killed_attempt_is_not_of_a_shared_folder(tmp_path: Path) ->
         first.close()
 
 
+def test_only_the_driver_fetches_the_record(
+    tmp_path: Path, other: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[frozenset[str]] = []
+    monkeypatch.setattr(other, "fetch", lambda manifest, work, needed: asked.append(needed))
+    nodes = two_nodes(tmp_path, other)
+    nodes.join({"1": {"policy": {0}}, "2": {"policy": {1}}})
+    paths = ["controller.json", "record/ppo-00000001.parquet"]
+    manifest = Manifest("checkpoints/k/1", "a", tuple(FileEntry(path, 1, "0" * 64) for path in paths), {})
+    nodes.fetch(manifest, tmp_path)()
+    assert asked == [{"controller.json"}]
+    assert all(map(nodes.needed_here(manifest), paths))
+
+
 def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
     tmp_path: Path, other: Elsewhere
 ) -> None:

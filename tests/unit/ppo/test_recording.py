@@ -6,11 +6,14 @@ ranks.
   staleness and with filtering
 - a group that filtering replaced is kept, with its rewards and the reason
 - the levels have the columns that they name; without the record, metrics and updates are the same
+- once the record is full, nothing is fetched or computed for it
+- a table of samples has the responses with their exact scores and KL, with and without a record
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +28,8 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.record import RecordConfig, RecordLevel
 from rlhf_core.ppo import controller as controller_module
 from rlhf_core.ppo.controller import PPOController
-from rlhf_core.ppo.training.batch import RolloutColumns, row_columns
+from rlhf_core.ppo.training.batch import RolloutColumns, RowColumns, row_columns
+from rlhf_core.ppo.training.rank_rows import ExperienceInputs
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.record.schema import COLUMNS, includes
 from rlhf_core.record.writer import RecordWriter
@@ -69,6 +73,13 @@ class Models(ScriptedRank):
     """A rank whose models answer with `numbers`."""
 
     trained = 0
+    kept = 0
+    """Experiences whose advantages were returned."""
+
+    @override
+    def make_experience(self, inputs: ExperienceInputs, *objects: RowColumns) -> Any:
+        self.kept += inputs.keep_advantages
+        return super().make_experience(inputs, *objects)
 
     def _columns(self, names: dict[str, str], share: Any, chunks: Sequence[RolloutColumns]) -> Any:
         _, responses = self.received(share, chunks).tokens()
@@ -102,6 +113,19 @@ class Models(ScriptedRank):
         self.trained = int(Path(folder).parent.name.removeprefix("step-"))
 
 
+class CountingFleet(ScriptedFleet):
+    """Counts the results that the controller waits for, by their names."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.waits: Counter[str] = Counter()
+
+    @override
+    def wait(self, pending: Any, what: str) -> Any:
+        self.waits[what] += len(pending)
+        return super().wait(pending, what)
+
+
 class Killed(BaseException):
     """Ends an attempt as a kill does: nothing is saved."""
 
@@ -114,22 +138,26 @@ class Run:
         folder: Of checkpoints and outputs.
         level: Of the record; None for a run without.
         ppo: Section `ppo`.
+        max_bytes: Of the record.
     """
 
     folder: Path
     level: RecordLevel | None = "logprobs"
     ppo: dict[str, Any] = field(default_factory=dict)
+    max_bytes: int = 10**9
     attempts: int = 0
 
     def __post_init__(self) -> None:
         self.metrics = RecordingMetrics()
+        self.work: Counter[str] = Counter()
+        """What the controller waited for in the last attempt, and `kept` of the policy's rank."""
 
     def attempt(self) -> pa.Table | None:
         """Run the remaining steps. Return the record."""
         self.attempts += 1
         config = config_from_tree({"ppo": PPO | self.ppo}, "test")
         roles: Any = ("policy", "reference", "critic") if config.ppo.uses_critic else ("policy", "reference")
-        fleet = ScriptedFleet(
+        fleet = CountingFleet(
             config,
             ranks={role: [Models({role: ScriptedTrainer()}, config)] for role in roles},
             engines=[ScriptedEngineActor(ScriptedEngine(respond)) for _ in range(2)],
@@ -138,16 +166,19 @@ class Run:
         record = None
         if self.level is not None:
             parts = self.folder / f"parts-{self.attempts}"
-            record = RecordWriter(parts, "ppo", RecordConfig(level=self.level))
+            record = RecordWriter(parts, "ppo", RecordConfig(level=self.level, max_bytes=self.max_bytes))
         with fleet, RewardComposer(config.ppo.rewards) as composer:
             fleet.sync(0)
             made = PPOController(
                 fleet, PROMPTS, lambda ids: " ".join(map(str, ids)), composer, context, record=record
             )
             made.run()
+            [policy] = fleet._ranks["policy"]
+            assert isinstance(policy, Models)
+            self.work = fleet.waits + Counter(kept=policy.kept)
             output = self.folder / f"output-{self.attempts}"
             made.save_record(output)
-        return None if record is None else read_rollouts(output)
+        return read_rollouts(output) if list(output.glob("record/*")) else None
 
 
 def undisturbed(folder: Path, level: RecordLevel = "logprobs", ppo: dict[str, Any] | None = None) -> pa.Table:
@@ -241,7 +272,7 @@ def test_levels_have_their_columns_and_change_nothing(tmp_path: Path) -> None:
     def logged(run: Run) -> list[dict[str, float]]:
         """Return what each step logs, without what depends on the speed of the machine."""
         rows = [row for _, row in run.metrics.rows if "objective/kl" in row]
-        timed = ("timing/", "rollout/tokens_per_s", "checkpoint/", "sync/")
+        timed = ("timing/", "rollout/tokens_per_s", "utilisation/", "sync/")
         return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
     without = Run(tmp_path / "none", None)
@@ -256,3 +287,38 @@ def test_levels_have_their_columns_and_change_nothing(tmp_path: Path) -> None:
         names = [column.name for column in COLUMNS if includes(level, column.level)]
         assert table.column_names == names + rewards
         assert logged(run) == logged(without)
+
+
+def test_a_full_record_costs_nothing(tmp_path: Path) -> None:
+    def work_of_record(steps: int, max_bytes: int) -> Counter[str]:
+        """Return what the record of a run adds to its work."""
+        without = Run(tmp_path / f"none-{steps}-{max_bytes}", None, {"steps": steps})
+        full = Run(tmp_path / f"full-{steps}-{max_bytes}", "all", {"steps": steps}, max_bytes)
+        without.attempt()
+        full.attempt()
+        return full.work - without.work
+
+    first = work_of_record(1, 1)
+    assert first["kept"] == 1 and first["rollouts"] and first["policy.logprobs"]
+    assert work_of_record(STEPS, 1) == first
+    assert work_of_record(STEPS, 10**9) == Counter({name: STEPS * n for name, n in first.items()})
+
+
+@pytest.mark.parametrize("level", [None, "rewards"])
+def test_a_table_of_samples_has_exact_numbers(tmp_path: Path, level: RecordLevel | None) -> None:
+    run = Run(tmp_path, level)
+    run.attempt()
+    rows = run.metrics.tables["samples/step_000001"]
+    assert len(rows) == 4
+    for row in rows:
+        assert list(row) == ["step", "prompt", "response", "score", "kl", "tokens", "finished"]
+        response = [int(token) for token in row["response"].split()]
+        assert row["tokens"] == len(response)
+        old, ref = np.float64(numbers("policy", response)), np.float64(numbers("reference", response))
+        assert row["kl"] == (old - ref).sum()
+
+
+def test_without_a_critic_there_are_no_values_and_no_returns(tmp_path: Path) -> None:
+    rows = undisturbed(tmp_path, "all", GRPO).to_pylist()
+    assert {(row["values"], row["returns"]) for row in rows} == {(None, None)}
+    assert all(len(row["advantages"]) == len(row["new_logprobs"]) for row in rows)

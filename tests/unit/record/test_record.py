@@ -2,6 +2,7 @@
 
 - what was written is read, also a few columns of a few steps
 - an attempt that continues has each step once, with the parts of its checkpoint
+- a second attempt in the same folders begins without what the first one left there
 - from the step on that would exceed the limit nothing is recorded, also by later attempts
 - a column that a part lacks is null; a missing record and a missing column are errors that name them
 - docs/record.md has every column with its type and level; its example and that of the reader run
@@ -90,15 +91,32 @@ def test_an_attempt_that_continues_has_each_step_once(tmp_path: Path) -> None:
     assert read_rollouts(checkpoints[1], ["step"])["step"].to_pylist()[-1] == 4
 
 
+def test_an_attempt_in_the_same_folders_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+    folders = tmp_path / "parts", tmp_path / "output"
+    first = writer(folders[0])
+    first.add(1, rows(1))
+    first.save(tmp_path / "checkpoint-1")
+    first.add(2, rows(2))
+    first.save(folders[1])
+    second = writer(folders[0])
+    second.restore(tmp_path / "checkpoint-1", 1)
+    for step in (2, 3):
+        second.add(step, rows(step))
+    second.save(folders[1])
+    assert read_rollouts(folders[1], ["step"])["step"].to_pylist() == [1, 1, 2, 2, 3, 3]
+    assert read_rollouts(tmp_path / "checkpoint-1", ["step"])["step"].to_pylist() == [1, 1]
+
+
 def test_nothing_is_recorded_beyond_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     limit = 2 * rows(1).nbytes
     first = writer(tmp_path / "first", max_bytes=limit)
     for step in (1, 2, 3):
         first.add(step, rows(step))
-    assert "step 3 and later ones are not recorded" in caplog.text
+    assert "step 3 and later ones are not recorded" in caplog.text and first.is_full
     first.save(tmp_path / "checkpoint")
     second = writer(tmp_path / "second", max_bytes=limit)
     second.restore(tmp_path / "checkpoint", 3)
+    assert second.is_full
     second.add(4, rows(4).slice(0, 0))  # nothing, which would fit
     second.add(4, rows(4))
     second.save(tmp_path / "output")
@@ -126,7 +144,9 @@ def test_a_column_that_a_part_lacks_is_null(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"has no recorded rollouts; .* unless record\.level is none"):
+    with pytest.raises(
+        InputError, match=r"has no recorded rollouts; .* unless record\.level is none, .*record=True"
+    ):
         read_rollouts(tmp_path)
     with pytest.raises(InputError, match=r"no column scores, text; it has kind, step, .*reward/length"):
         read_rollouts(recorded(tmp_path, 1), ["text", "step", "scores"])
