@@ -66,6 +66,8 @@ QUARANTINE = "quarantine.jsonl"
 FILE_NAMES: dict[SetName, str] = {"sft": "sft", "preference": "pairs", "prompts": "prompts"}
 _EMBEDDING_MULTIPLE = 8
 _REPORT_EVERY = 200
+_FEW_STEPS = 20
+"""A model from scratch or with a new template has not learned by then to end its responses."""
 _FEW_PAIRS = 20
 """With fewer, the standard error of an accuracy is above 0.1."""
 
@@ -358,9 +360,18 @@ def _check_enough(
 
 
 def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
-    """Yield warnings of too few prompts for the steps of PPO, for a champion, or to choose and judge the
-    policy, and of too few pairs to measure the reward model. `splits` have all rows.
+    """Yield warnings of too few steps of SFT, of too few prompts for the steps of PPO, for a champion, or to
+    choose and judge the policy, and of too few pairs to measure the reward model. `splits` have all rows.
     """
+    demonstrations, sft = len(splits["sft"]["train"]), config.sft
+    steps = math.ceil(demonstrations / sft.batch_size) * sft.epochs
+    if sft.enabled and 0 < steps < _FEW_STEPS:
+        epochs = math.ceil(_FEW_STEPS * sft.epochs / steps)
+        yield (
+            f"sft.epochs: {demonstrations} demonstrations are only {steps} steps of SFT (sft.batch_size="
+            f"{sft.batch_size}), after which responses may not end; sft.epochs={epochs} gives"
+            f" {steps // sft.epochs * epochs}"
+        )
     count = len({item.key for item in splits["prompts"]["train"]})  # a weight makes copies
     if config.ppo.enabled and 0 < count < config.ppo.prompts_per_step:
         yield (

@@ -743,6 +743,18 @@ def test_fewer_prompts_than_a_step_takes_are_reported(
     assert re.search(r"there are \d+ prompts to train on, fewer than ppo.prompts_per_step=", caplog.text)
 
 
+def test_few_steps_of_sft_are_reported_with_the_epochs_that_are_enough(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = files(tmp_path, pairs(40))
+    few = config.model_copy(update={"sft": configure(sft={"epochs": 3}).sft})
+    prepared(few, tmp_path / "few")
+    assert re.search(r"3\d demonstrations are only 3 steps of SFT .*; sft.epochs=20 gives 20", caplog.text)
+    caplog.clear()
+    prepared(config.model_copy(update={"sft": configure(sft={"epochs": 20}).sft}), tmp_path / "enough")
+    assert "steps of SFT" not in caplog.text
+
+
 def test_too_few_held_out_prompts_are_reported_before_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

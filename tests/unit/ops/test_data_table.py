@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 
 from rlhf_core.config.load import load_config
-from rlhf_core.config.ppo import PTXConfig
+from rlhf_core.config.ppo_sections import PTXConfig
 from rlhf_core.data.check import check_data
 from rlhf_core.data.tokenizer import TINY_TEMPLATE
 from rlhf_core.errors import DataError
