@@ -22,6 +22,7 @@ import errno
 import json
 import os
 import socket
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -401,12 +402,15 @@ def test_the_end_of_a_run_ends_the_process_that_waits(
 
 
 def _processes_with(argument: Path) -> list[psutil.Process]:
-    """Return the children of this process that have this argument."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):  # it has ended
-            if str(argument) in child.cmdline():
-                found.append(child)
+    """Return the children of this process that have this argument, when there are any."""
+    found: list[psutil.Process] = []
+    deadline = time.monotonic() + 10
+    # For a moment after its start, the kernel has no arguments of a process.
+    while not found and time.monotonic() < deadline:
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):  # it has ended
+                if str(argument) in child.cmdline():
+                    found.append(child)
     return found
 
 
