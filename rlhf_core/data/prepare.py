@@ -400,7 +400,7 @@ def _too_few_held_out(config: PipelineConfig, count: int) -> Iterator[str]:
     if count < least <= min(prompts, config.data.max_eval):
         yield (
             f"data.prompts: {count} prompts are held out (data.eval_fraction), fewer than"
-            f" register.min_prompts ({least}): no candidate can become champion; raise it, or lower"
+            f" register.min_prompts ({least}): no candidate can become champion; raise the fraction, or lower"
             " register.min_prompts"
         )
     if not config.evaluations_choose:
@@ -410,7 +410,7 @@ def _too_few_held_out(config: PipelineConfig, count: int) -> Iterator[str]:
     if others < min(LEAST_PROMPTS, prompts):
         yield (
             f"ppo.evaluate_prompts: {most} prompts are held out (data.max_eval, data.eval_fraction), so"
-            f" {shared} or more of those that choose the policy also judge it, and results of evaluation"
+            f" at least {shared} of them both choose the policy and judge it, and results of evaluation"
             f" and match are slightly too high; {prompts + ppo.evaluate_prompts} held-out prompts are enough"
         )
     elif others < least <= min(prompts, most):

@@ -203,7 +203,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if "reason" in (registered := summary.get("registration", {})):
         parts.append(_outcome(registered))
     if found.get("judge_trained_on"):
-        parts.append("judged by the reward that it was trained on")
+        parts.append("judged by the reward of its training")
     return ", ".join(parts)
 
 

@@ -772,7 +772,11 @@ def test_too_few_held_out_prompts_are_reported_before_training(
 @pytest.mark.parametrize(
     ("ppo", "least", "words"),
     [
-        ({"evaluate_prompts": 71}, 50, ("so 71 or more of those", "199 held-out prompts are enough")),
+        (
+            {"evaluate_prompts": 71},
+            50,
+            ("so at least 71 of them both choose", "199 held-out prompts are enough"),
+        ),
         ({"evaluate_prompts": 64}, 57, ("64 of 120 held-out prompts", "so 56 judge it", "hold out 121")),
     ],
 )

@@ -115,7 +115,7 @@ def test_one_line_has_the_win_rate_the_kl_and_the_promotion(champion: str, end: 
     assert verdict(summary) == line
     assert f"\n\n**{line}**\n" in run_markdown(summary)
     summary["evaluate"]["policies"]["ppo"]["judge_trained_on"] = True
-    assert verdict(summary) == f"{line}, judged by the reward that it was trained on"
+    assert verdict(summary) == f"{line}, judged by the reward of its training"
     assert verdict(summarize(records("data"), 1.0, IDENTITY)) == ""
 
 
