@@ -199,7 +199,7 @@ def rows_of_votes(config: PipelineConfig, number: int, summary: Mapping[str, Any
     rows = review.rows()
     if not rows:
         page, shown = review.write_page(None)
-        command = votes_command(review.name, config.run.home, "sample", config.store.endpoint)
+        command = votes_command(review.run.name, config.run.home, "sample", config.store.endpoint)
         raise VotesNeeded(
             f"round {number} is finished, and round {number + 1} needs votes of people on {shown} pairs: open"
             f" {page} in a browser, vote and save the votes, run `{command}`, and start the"

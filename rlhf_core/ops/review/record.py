@@ -14,12 +14,10 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from pydantic import ValidationError
+from typing import NamedTuple
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
@@ -39,7 +37,7 @@ from rlhf_core.evaluation.review import (
 from rlhf_core.evaluation.sampled_answers import ANSWERS
 from rlhf_core.evaluation.statistics import Interval, win_rate
 from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
-from rlhf_core.executors.spec import config_from_json
+from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.ops.review.page import (
     agreement_of_people,
     agreement_with_judge,
@@ -48,13 +46,10 @@ from rlhf_core.ops.review.page import (
     render_page,
 )
 from rlhf_core.pipeline import StageName
-from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
-from rlhf_core.system.files import read_bounded, read_json, write_atomic, write_jsonl
-from rlhf_core.system.home import Home
+from rlhf_core.system.files import read_bounded, write_atomic, write_jsonl
 from rlhf_core.tracking.champions import registry_errors
 from rlhf_core.tracking.mlflow_client import Mlflow, Point
 from rlhf_core.tracking.tracker import open_tracking, public_uri
-from rlhf_core.types import ArtifactRef
 
 
 class _Samples(NamedTuple):
@@ -81,18 +76,14 @@ _PAIRS = 50
 class Review:
     """Samples of a run, for people."""
 
-    name: str
-    """Name of the run."""
+    run: FinishedRun
     folder: Path
     """Folder of the files of the review."""
     opponent: Opponent
     pairs: list[BlindPair]
     """Pairs in the order of the page. With `sample`, a page has the first ones only."""
-    home: Home
-    summary: Mapping[str, Any]
     config: PipelineConfig
     """Configuration of the run."""
-    endpoint: str | None
 
     def write_page(self, path: Path | None, pairs: int | None = None) -> tuple[Path, int]:
         """Write the page, and return its path and the number of its pairs.
@@ -119,7 +110,7 @@ class Review:
         path = path or self.folder / f"{samples.page}.html"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, render_page(self.name, shown, samples.options))
+            write_atomic(path, render_page(self.run.name, shown, samples.options))
         except OSError as error:
             raise InputError(
                 f"--output: the page {path} cannot be written ({error.strerror}); name another file"
@@ -263,17 +254,11 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
             no pair of different answers.
         CorruptArtifact: The samples are damaged.
     """
-    place = Home.of(home)
-    file = _summary(run, place)
-    summary = read_json(file)
+    finished = find_run(run, home, endpoint)
     stage, samples_name, _, _ = _SAMPLES[opponent]
-    stages = (summary or {}).get("stages")
-    if summary is None or not isinstance(stages, dict) or stage not in stages:
-        fix = "run it first"
-        if stage == "sample":
-            fix = "run the configuration with a section sample"
-        raise InputError(f"{file} has no stage {stage}; {fix}")
-    artifacts, ref = _artifact(summary, stage, place, endpoint)
+    if stage == "sample" and stage not in finished.stages:
+        raise InputError(f"{finished.file} has no stage sample; run the configuration with a section sample")
+    artifacts, ref = finished.artifact(stage)
     samples_file = artifacts.fetch(ref) / samples_name
     if not samples_file.is_file():  # the stage `register` without a match; the others always write it
         raise InputError(f"{ref.uri} has no {samples_name}: there was no match; use --against sft")
@@ -285,13 +270,8 @@ def open_review(run: str, home: str, opponent: Opponent = "sft", endpoint: str |
                 " sample.temperature or ppo.max_new_tokens"
             )
     else:
-        pairs = load_blind_pairs(samples_file, opponent, summary.get("policy", "ppo"))
-    try:
-        config = config_from_json(artifacts.config(ref))
-    except ValidationError as error:
-        raise InputError(f"{ref.uri} was made by an earlier release; run the pipeline again") from error
-    name = str(summary.get("run", file.parent.name))
-    return Review(name, file.parent / "review", opponent, pairs, place, summary, config, endpoint)
+        pairs = load_blind_pairs(samples_file, opponent, finished.summary.get("policy", "ppo"))
+    return Review(finished, finished.file.parent / "review", opponent, pairs, finished.config(stage))
 
 
 def record_votes(review: Review, path: Path) -> Recorded:
@@ -312,7 +292,7 @@ def record_votes(review: Review, path: Path) -> Recorded:
     write_atomic(kept, content)
     result, rows = review.result(), review.rows()
     labels = review.write_rows(rows)
-    run_id = review.summary.get("mlflow_run_id")
+    run_id = review.run.summary.get("mlflow_run_id")
     if run_id is not None:
         _log(review, run_id, result, [kept, labels])
     return Recorded(result, len(rows), labels, run_id)
@@ -342,12 +322,12 @@ def _log(review: Review, run_id: str, result: Result, files: list[Path]) -> None
 
 def _tracker(review: Review) -> Mlflow:
     """Return the tracker of the run. A reused evaluation can be of a run that another tracker has."""
-    uri = review.summary["tracking_uri"] or f"sqlite:///{review.home.mlflow_database}"
+    uri = review.run.summary["tracking_uri"] or f"sqlite:///{review.run.home.mlflow_database}"
     given = os.environ.get("MLFLOW_TRACKING_URI")
     if given and uri == public_uri(given):
         uri = None  # the variable can have credentials, which the summary has not
     tracking = {"uri": uri, "experiment": review.config.experiment}
-    tree = {"run": {"home": str(review.home.path)}, "tracking": tracking}
+    tree = {"run": {"home": str(review.run.home.path)}, "tracking": tracking}
     return open_tracking(PipelineConfig.model_validate(tree)).mlflow
 
 
@@ -357,7 +337,7 @@ def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
     """
     if review.config.data.template == "plain" or review.opponent == "sample":
         return votes
-    artifacts, ref = _artifact(review.summary, "data", review.home, review.endpoint)
+    artifacts, ref = review.run.artifact("data")
     folder = artifacts.fetch(ref)
     encoder = load_encoder(review.config, folder)
     tokens = {prompt.prompt_id: prompt.input_ids for prompt in load_prompts(folder, "eval")}
@@ -366,28 +346,3 @@ def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
         for vote in votes
         if tokens.get(vote.pair.sample["prompt_id"]) == encoder.prompt([Message("user", vote.pair.prompt)])
     ]
-
-
-def _summary(run: str, home: Home) -> Path:
-    for path in (Path(run), Path(run) / "summary.json", home.run(run) / "summary.json"):
-        if path.is_file():
-            return path
-    names = sorted(file.parent.name for file in home.summaries())
-    raise InputError(
-        f"there is no finished run {run} in {home.runs}; it has {', '.join(names[-10:]) or 'none'}; name one,"
-        " or the path of its summary.json"
-    )
-
-
-def _artifact(
-    summary: Mapping[str, Any], stage: StageName, home: Home, endpoint: str | None
-) -> tuple[ArtifactStore, ArtifactRef]:
-    address = str(summary["stages"].get(stage, {}).get("artifact"))
-    found = parse_artifact_address(address)
-    if found is None:
-        raise InputError(f"the summary of the run has no artifact of the stage {stage}; got {address}")
-    artifacts = found.open_store(home, endpoint)
-    ref = artifacts.find(stage, found.key)
-    if ref is None:
-        raise InputError(f"{address} is not in its store any more; run the configuration again")
-    return artifacts, ref

@@ -1,0 +1,101 @@
+"""A finished run, found by its name: its summary, its artifacts and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.errors import InputError
+from rlhf_core.executors.spec import config_from_json
+from rlhf_core.pipeline import StageName
+from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
+from rlhf_core.system.files import read_json
+from rlhf_core.system.home import Home
+from rlhf_core.types import ArtifactRef
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run with a `summary.json`."""
+
+    name: str
+    file: Path
+    """Its `summary.json`."""
+    summary: Mapping[str, Any]
+    home: Home
+    endpoint: str | None
+    """URL of an S3-compatible server; None: AWS, or the store is a folder."""
+
+    @property
+    def stages(self) -> Mapping[str, Any]:
+        """What the summary has of each stage."""
+        stages: Mapping[str, Any] = self.summary["stages"]
+        return stages
+
+    def artifact(self, stage: StageName) -> tuple[ArtifactStore, ArtifactRef]:
+        """Return the artifact of a stage, and its store.
+
+        Raises InputError if the run has no such stage, or if its artifact is not in the store any more.
+        """
+        if stage not in self.stages:
+            raise InputError(f"{self.file} has no stage {stage}; run it first")
+        address = str(self.stages[stage].get("artifact"))
+        found = parse_artifact_address(address)
+        if found is None:
+            raise InputError(f"{self.file} has no artifact of the stage {stage}; got {address}")
+        artifacts = found.open_store(self.home, self.endpoint)
+        ref = artifacts.find(stage, found.key)
+        if ref is None:
+            raise InputError(f"{address} is not in its store any more; run the configuration again")
+        return artifacts, ref
+
+    def config(self, stage: StageName) -> PipelineConfig:
+        """Return the configuration with which a stage was made.
+
+        Raises InputError as `artifact`, and if an earlier release made it.
+        """
+        artifacts, ref = self.artifact(stage)
+        try:
+            return config_from_json(artifacts.config(ref))
+        except ValidationError as error:
+            raise InputError(f"{ref.uri} was made by an earlier release; run the pipeline again") from error
+
+    def recorded(self, stage: StageName) -> Path:
+        """Return the local folder of the artifact of a stage, with its record (`rlhf_core.record.reader`)."""
+        artifacts, ref = self.artifact(stage)
+        return artifacts.fetch(ref, weights=False, record=True)
+
+
+def find_run(run: str, home: str, endpoint: str | None = None) -> FinishedRun:
+    """Find a finished run.
+
+    Args:
+        run: Name of the run, or the path of its folder or of its `summary.json`.
+        home: Folder of the runs.
+        endpoint: URL of an S3-compatible server.
+
+    Raises:
+        InputError: There is no such run, or its summary has no stages.
+    """
+    place = Home.of(home)
+    file = _summary(run, place)
+    summary = read_json(file)
+    if summary is None or not isinstance(summary.get("stages"), dict):
+        raise InputError(f"{file} is not the summary of a run; name another one")
+    return FinishedRun(str(summary.get("run", file.parent.name)), file, summary, place, endpoint)
+
+
+def _summary(run: str, home: Home) -> Path:
+    for path in (Path(run), Path(run) / "summary.json", home.run(run) / "summary.json"):
+        if path.is_file():
+            return path
+    names = sorted(file.parent.name for file in home.summaries())
+    raise InputError(
+        f"there is no finished run {run} in {home.runs}; it has {', '.join(names[-10:]) or 'none'}; name one,"
+        " or the path of its summary.json"
+    )
