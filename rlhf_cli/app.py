@@ -15,6 +15,7 @@ from rlhf_core.system.home import HOME_OF_RUNS, default_home
 
 BEFORE = Group.create_ordered("Before a run")
 RUNS = Group.create_ordered("Runs")
+LOOK = Group.create_ordered("Look into runs")
 REGISTRY = Group.create_ordered("Registered policies")
 SERVERS = Group.create_ordered("Servers")
 
