@@ -19,6 +19,8 @@ from rlhf_core.config.base import (
     PositiveInt,
     Range,
     Section,
+    UserPath,
+    content,
     result,
 )
 from rlhf_core.config.rewards import UserFunction
@@ -71,6 +73,16 @@ class KLConfig(Section):
                 "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in"
                 " expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
             )
+
+
+class TeacherConfig(Section):
+    """A model that replaces the SFT model as reference (on-policy distillation, docs/distillation.md)."""
+
+    path: UserPath = content(..., min_length=1)
+    """Folder, Hugging Face id or [reference](rounds.md#references) of a language model with the same tokens
+    """
+    revision: str | None = content(None)
+    """Commit of a hub model in `path`"""
 
 
 class OverlongConfig(Section):

@@ -168,6 +168,8 @@ class StepChecks:
             alarm("empty", f"step {step}: {100 * empty:.0f} % of the responses are empty")
 
     def _check_scores(self, metrics: dict[str, float], step: int) -> None:
+        if self._ppo.teacher is not None and not any(source.weight for source in self._ppo.rewards):
+            return  # the policy learns from the KL alone
         # Other algorithms learn from differences between prompts as well.
         groups = metrics.get("rollout/zero_variance_groups", 0.0) if self._ppo.by_group else 0.0
         uniform = groups >= 0.9 or metrics["objective/scores_std"] == 0.0

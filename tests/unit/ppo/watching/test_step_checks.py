@@ -137,6 +137,15 @@ def test_equal_scores_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
+def test_equal_scores_are_expected_if_a_teacher_alone_trains_the_policy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for rewards in ([], [{"type": "repetition", "weight": 0}]):
+        checks = checks_of(teacher={"path": "./teacher"}, rewards=rewards)
+        checks.verify(metrics(objective__scores=0.0, objective__scores_std=0.0), 1)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
 def test_equal_scores_of_a_prompt_are_no_reason_to_warn_if_prompts_are_compared(
     algorithm: str, caplog: pytest.LogCaptureFixture
