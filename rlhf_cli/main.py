@@ -206,6 +206,8 @@ def _run_flow(parameters: dict[str, Any], home: Home, console: Console) -> int:
         output.print(found)
     for name, address in summary["where"].items():
         print(f"{name}: {address}")
+    if "version" in (registered := summary.get("registration", {})):
+        print(f"model folder: rlhf publish {registered['model']}@{registered['version']} FOLDER")
     print(f"summary: {home.run(summary['run']) / 'summary.json'}")
     return 0
 

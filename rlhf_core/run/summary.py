@@ -78,7 +78,7 @@ def _accuracies(ref: ArtifactRef) -> dict[str, Any] | None:
 
 
 def _implicit_rewards(ref: ArtifactRef) -> dict[str, Any] | None:
-    found = _present(ref.metrics, ("rewards/chosen", "rewards/rejected"))
+    found = _present(ref.metrics, ("rewards/chosen", "rewards/rejected", "accuracy", "margin"))
     return {name.removeprefix("rewards/"): value for name, value in found.items()} or None
 
 
@@ -203,7 +203,8 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if "reason" in (registered := summary.get("registration", {})):
         parts.append(_outcome(registered))
     if found.get("judge_trained_on"):
-        parts.append("judged by the reward of its training")
+        of_pairs = _policy(summary) == "dpo"
+        parts.append(f"judged by the {'pairs' if of_pairs else 'reward'} of its training")
     return ", ".join(parts)
 
 
@@ -234,8 +235,11 @@ def headline_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
             metrics[name] = evaluation[measure][policy]["mean"]
     if policy in evaluation.get("eos_rate", {}):
         metrics["eos_rate"] = evaluation["eos_rate"][policy]
-    if "accuracy" in summary.get("reward", {}):
-        metrics["reward_accuracy"] = summary["reward"]["accuracy"]
+    for stage in ("reward", "dpo"):
+        if "accuracy" in summary.get(stage, {}):
+            metrics[f"{stage}_accuracy"] = summary[stage]["accuracy"]
+    if "margin" in summary.get("dpo", {}):
+        metrics["dpo_margin"] = summary["dpo"]["margin"]
     if "reason" in (registered := summary.get("registration", {})):
         metrics["champion"] = float(registered["champion"])
     return metrics
@@ -271,7 +275,10 @@ def _rows_of_implicit_rewards(found: Mapping[str, Any]) -> list[tuple[str, str]]
     remark = ""
     if max(chosen, rejected) < 0:
         remark = ": both fall, so the policy moves to responses that are in no pair"
-    return [("DPO, implicit reward of chosen, of rejected", f"{chosen:.3f}, {rejected:.3f}{remark}")]
+    return [
+        ("DPO, held-out accuracy, margin", f"{found['accuracy']:.3f}, {found['margin']:.3f}"),
+        ("DPO, implicit reward of chosen, of rejected", f"{chosen:.3f}, {rejected:.3f}{remark}"),
+    ]
 
 
 def _rows_of_samples(sampled: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -192,8 +192,7 @@ def _report(
     if config.ppo.enabled:
         trained = {f"{config.ppo.title} steps": str(config.ppo.steps), "guards raised": _guards(context)}
     else:
-        unit = "epoch" if config.dpo.epochs == 1 else "epochs"
-        trained = {"DPO": f"beta {config.dpo.beta:g}, at most {config.dpo.epochs} {unit}"}
+        trained = {"DPO": config.dpo.description}
     lineage = []
     for stage, ref in context.input_refs.items():
         lineage.append((stage, _minutes([ref]), ref.key, ref.digest))

@@ -116,6 +116,8 @@ def test_one_line_has_the_win_rate_the_kl_and_the_promotion(champion: str, end: 
     assert f"\n\n**{line}**\n" in run_markdown(summary)
     summary["evaluate"]["policies"]["ppo"]["judge_trained_on"] = True
     assert verdict(summary) == f"{line}, judged by the reward of its training"
+    summary["evaluate"]["policies"]["dpo"] = summary["evaluate"]["policies"]["ppo"]
+    assert verdict(summary | {"policy": "dpo"}) == f"{line}, judged by the pairs of its training"
     assert verdict(summarize(records("data"), 1.0, IDENTITY)) == ""
 
 
@@ -226,10 +228,15 @@ def test_result_table_has_dpo_next_to_ppo() -> None:
     ],
 )
 def test_implicit_rewards_of_dpo_that_both_fall_are_named(chosen: float, rejected: float, shown: str) -> None:
-    metrics = {"accuracy": 0.7, "rewards/chosen": chosen, "rewards/rejected": rejected}
+    metrics = {"accuracy": 0.7, "margin": 1.5, "rewards/chosen": chosen, "rewards/rejected": rejected}
     summary = summarize({"dpo": StageRecord(ref("dpo", **metrics), 1.0, False)}, 1.0, IDENTITY)
-    assert summary["dpo"] == {"chosen": chosen, "rejected": rejected}
-    assert results(summary) == [("DPO, implicit reward of chosen, of rejected", shown)]
+    assert summary["dpo"] == {"chosen": chosen, "rejected": rejected, "accuracy": 0.7, "margin": 1.5}
+    assert results(summary) == [
+        ("DPO, held-out accuracy, margin", "0.700, 1.500"),
+        ("DPO, implicit reward of chosen, of rejected", shown),
+    ]
+    metrics = headline_metrics(summary)
+    assert (metrics["dpo_accuracy"], metrics["dpo_margin"]) == (0.7, 1.5)
 
 
 def test_partial_summary_omits_other_stages() -> None:
