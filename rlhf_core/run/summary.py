@@ -419,11 +419,16 @@ def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
 
 
 def _time(entry: Mapping[str, Any]) -> str:
-    """Return the duration of a stage, with that over all runs in brackets for a reused or continued one."""
-    spent, made = duration(entry["seconds"]), entry["made_in_seconds"]
+    """Return the duration of a stage as it was logged at its end. Of a stage that was made in other runs as well,
+    with the time in all of them.
+    """
+    spent, made = entry["seconds"], entry["made_in_seconds"]
     if entry["how"] == "ran" or made is None:
-        return spent
-    return f"({duration(made)})" if entry["reused"] else f"{spent} ({duration(made)})"
+        return duration(spent)
+    if entry["reused"]:
+        return f"made in {duration(made)}"
+    # The time of all attempts has no starts of processes, so it can be less.
+    return duration(spent) if made <= spent else f"{duration(spent)} of {duration(made)}"
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:
