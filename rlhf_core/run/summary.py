@@ -208,12 +208,14 @@ def verdict(summary: Mapping[str, Any]) -> str:
 
 
 def outcome(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a run knows after its report: the promotion, and with it the time of all stages, also
-    reused ones.
+    """Return what the report of a run has besides its evaluation: the promotion, and with it the accuracy of the
+    reward model and the time of all stages, also reused ones.
     """
     rows = _rows_of_registration(summary.get("registration", {}))
     if not rows:
         return [("promotion", "not registered in this run")]
+    if "reward" in summary:
+        rows += _rows_of_accuracy(summary["reward"])
     return [*rows, ("all stages", duration(3600 * headline_metrics(summary)["hours"]))]
 
 

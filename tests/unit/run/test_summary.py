@@ -149,6 +149,8 @@ def test_the_main_metrics_of_a_run_are_about_ten() -> None:
     assert outcome({"stages": {}}) == [("promotion", "not registered in this run")]
     shown = dict(outcome(finished("False")))
     assert "not promoted" in shown["promotion"] and shown["all stages"].endswith((" s", " min"))
+    assert shown["reward model, held-out accuracy"] == "0.900  [0.850, 0.940]"
+    assert shown["the same, prompts exchanged"] == "0.600"
 
 
 @pytest.mark.parametrize(("champion", "outcome"), [("False", "not promoted"), ("True", "champion")])
