@@ -268,8 +268,8 @@ def card_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[str
         largest = max(groups["train"]["largest"], groups["eval"]["largest"])
         if largest > max(1, eval_fraction * count):
             yield (
-                f"data.{name}: {largest} of {count} prompts have the same first user message or `group`, and stay"
-                " together in training or held out: with so many, the held-out share can be far from"
+                f"data.{name}: {largest} of {count} prompts have the same first user message or `group`, and"
+                " stay together in training or held out: with so many, the held-out share can be far from"
                 f" data.eval_fraction={eval_fraction:g}. If they are not related, give their rows different"
                 " values of `group`"
             )

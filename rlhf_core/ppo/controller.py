@@ -49,7 +49,7 @@ from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
 from rlhf_core.ppo.watching.advice import Advice
-from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
+from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_evaluations
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
 from rlhf_core.ppo.watching.step_checks import StepChecks, SyncCheck
 from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation, sync_metrics
@@ -197,7 +197,7 @@ class PPOController:
         self._utilisation.begin()
         self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
-        failure = check_divergence(self._ppo, self.selection.evaluations, metrics)
+        failure = check_evaluations(self._ppo, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
         if failure:
             hint = self._checks.best_hint()

@@ -208,8 +208,8 @@ def verdict(summary: Mapping[str, Any]) -> str:
 
 
 def outcome(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what the report of a run has besides its evaluation: the promotion, and with it the accuracy of the
-    reward model and the time of all stages, also reused ones.
+    """Return what the report of a run has besides its evaluation: the promotion, and with it the accuracy of
+    the reward model and the time of all stages, also reused ones.
     """
     rows = _rows_of_registration(summary.get("registration", {}))
     if not rows:
@@ -421,8 +421,8 @@ def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
 
 
 def _time(entry: Mapping[str, Any]) -> str:
-    """Return the duration of a stage as it was logged at its end. Of a stage that was made in other runs as well,
-    with the time in all of them.
+    """Return the duration of a stage as it was logged at its end; of one that was continued, also the time of
+    all runs; of a reused one, the time in which it was made.
     """
     spent, made = entry["seconds"], entry["made_in_seconds"]
     if entry["how"] == "ran" or made is None:

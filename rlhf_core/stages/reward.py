@@ -110,8 +110,8 @@ def finish(
     exchanged, low = metrics.get("accuracy_exchanged", 0.0), metrics["accuracy_low"]
     if exchanged >= low:
         log.warning(
-            "held-out accuracy with exchanged prompts is %.3f, within the interval of that with the right ones"
-            " (%.3f [%.3f, %.3f]): the pairs do not show that the model reads the prompt; train it with more"
+            "held-out accuracy with exchanged prompts is %.3f, within the interval of that with the right"
+            " ones (%.3f [%.3f, %.3f]): the pairs do not show that the model reads the prompt; train it with more"
             " pairs, or hold out more (data.eval_fraction)",
             exchanged,
             metrics["accuracy"],

@@ -462,9 +462,9 @@ def _say_rows(plan: Plan, console: Console, say: Say) -> None:
     least, most = map(duration, plan.whole)
     starts = " to ".join(map(duration, plan.starts))
     say(
-        f"a run, estimated: {least} to {most}, as long as rows are of median length or all of full length; with"
-        f" {duration(plan.evaluations)} for evaluations and {starts} for starts of processes. The stage data"
-        f" comes on top.{_doubt(plan)}\n"
+        f"a run, estimated: {least} (rows of median length) to {most} (of full length), with evaluations"
+        f" ({duration(plan.evaluations)}) and starts of processes ({starts}), without the stage data."
+        f"{_doubt(plan)}\n"
     )
 
 

@@ -53,8 +53,8 @@ OFFLOAD_BYTES = 12e9
 """Bytes a second between device and host memory, for offloaded state and for gloo (assumed, PCIe 4 x16)."""
 PROCESS_START = (1, 5)
 ENGINES_START = (10, 50)
-"""Seconds until the process of a stage begins its work, and until the ranks and engines of PPO begin theirs: in
-runs of the demo on two cores that had nothing else to do, and on cores that other programs used as well.
+"""Seconds until the process of a stage begins its work, and until the ranks and engines of PPO begin theirs:
+in runs of the demo on two cores that had nothing else to do, and on two that other programs used as well.
 """
 _READERS = 3
 """Models that read a response of an evaluation: the policy, the SFT model and the reward model."""
@@ -215,8 +215,8 @@ def sampling_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware,
 
 
 def evaluation_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> float:
-    """Return the time of the evaluation: each model samples a response to each prompt, and the models of the KL
-    divergence and the reward model read all of them.
+    """Return the time of the evaluation: each model samples a response to each prompt, and the models of the
+    KL and the reward model read all of them.
     """
     models = 1 + sum(is_enabled(config, policy) for policy in POLICIES)
     responses = models * config.evaluate.prompts

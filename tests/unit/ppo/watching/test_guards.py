@@ -155,8 +155,8 @@ def test_a_critic_is_not_judged_during_its_warm_up(caplog: pytest.LogCaptureFixt
 
 def test_every_guard_is_configured_and_documented() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert set(LIMITS) == set(get_args(GuardName)) == {*NAMES, "overoptimization"}
-    assert "| `overoptimization` |" in page
+    assert set(LIMITS) == set(get_args(GuardName)) == {*NAMES, "overoptimization", "diversity_loss"}
+    assert "| `overoptimization` |" in page and "| `diversity_loss` |" in page
     assert set(NAMES) == {name for name, *_ in FAILURES}
     for name, failure, _ in FAILURES:
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
