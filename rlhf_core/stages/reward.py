@@ -111,8 +111,8 @@ def finish(
     if exchanged >= low:
         log.warning(
             "held-out accuracy with exchanged prompts is %.3f, within the interval of that with the right"
-            " ones (%.3f [%.3f, %.3f]): the pairs do not show that the model reads the prompt; train it with more"
-            " pairs, or hold out more (data.eval_fraction)",
+            " ones (%.3f [%.3f, %.3f]): the pairs do not show that the model reads the prompt; train it with"
+            " more pairs, or hold out more (data.eval_fraction)",
             exchanged,
             metrics["accuracy"],
             low,

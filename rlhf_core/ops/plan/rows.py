@@ -122,11 +122,11 @@ def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:
     if address.kind == "synthetic":
         rows = config.data.synthetic.rows(name)
     else:
-        rows = sum(_rows_of_file(file) for file in list_files(address, source.split))
+        rows = sum(rows_of_file(file) for file in list_files(address, source.split))
     return rows if source.limit is None else min(rows, source.limit)
 
 
-def _rows_of_file(file: Path) -> int:
+def rows_of_file(file: Path) -> int:
     """Return about the number of rows of a file. A CSV row with line breaks counts several times."""
     suffix = suffix_of(file.name)
     if suffix == ".parquet":
