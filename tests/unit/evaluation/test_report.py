@@ -418,11 +418,6 @@ def test_an_image_has_the_colours_of_the_page_in_light_and_dark_and_no_address()
     assert plots.to_image(plots.reward_against_kl(history(5))).svg == found
 
 
-def test_guards_that_were_raised_have_their_steps() -> None:
-    rows = [{"step": s, "guards/loops": float(s > 2), "guards/eos_loss": 0.0} for s in (1, 2, 3, 4)]
-    assert plots.raised_guards(StepMetrics(rows)) == {"loops": [3, 4]}
-
-
 def test_what_is_decided_after_the_report_takes_its_place_once_as_text() -> None:
     page = render(report(samples=[sample("decided after this page")]))
     found = with_outcome(page, [("promotion", "demo version 1: champion"), ("reason", HOSTILE[0] + "\x1b")])
