@@ -373,7 +373,7 @@ class PPOController:
         with self._timed("canary"):
             gap = self._sync_check.gap(self.completed_steps)
         far = self._checks.compare(gap, self.completed_steps)
-        self._timings |= {"sync/logprob_gap": gap, "guards/engine_gap": float(far)}
+        self._timings |= {"sync/logprob_gap": gap, "warnings/engine_gap": float(far)}
 
     # -- log, checkpoint --
 
@@ -385,7 +385,7 @@ class PPOController:
                 name: value
                 for name, value in metrics.items()
                 if name not in self._timings
-                and not name.startswith("guards/")
+                and not name.startswith("warnings/")
                 and name not in ("rollout/logprob_gap_alarm", TRAINS_POLICY)
             }
             file.write(json.dumps({"step": self.completed_steps, **kept}) + "\n")

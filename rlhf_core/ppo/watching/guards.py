@@ -1,7 +1,8 @@
 """Detection of failing training runs, as configured in `ppo.guards`.
 
-    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>`
-                                                                 = 1, and with `stop` the end of the run
+    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log,
+                                                                 `warnings/<name>` = 1, and with `stop` the end
+                                                                 of the run
 
 Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
 are sampled from the SFT model. docs/diagnose.md lists all guards with an example of a failure for each.
@@ -181,7 +182,7 @@ def check_evaluations(ppo: PPOConfig, evaluations: Evaluations, metrics: dict[st
     """Check the guards that look at evaluations, which have no counters: `overoptimization` and
     `diversity_loss`.
 
-    Adds `guards/<name>` to `metrics`. Returns a sentence if a guard must end the run.
+    Adds `warnings/<name>` to `metrics`. Returns a sentence if a guard must end the run.
     """
     failures = []
     for name, describe in _OF_EVALUATIONS.items():
@@ -189,7 +190,7 @@ def check_evaluations(ppo: PPOConfig, evaluations: Evaluations, metrics: dict[st
         if action == "off":
             continue
         text = describe(evaluations, guard_limit(ppo.guard_limits, name))
-        metrics[f"guards/{name}"] = float(text is not None)
+        metrics[f"warnings/{name}"] = float(text is not None)
         if text is not None:
             alarm(name, text)
             if action == "stop":
@@ -243,7 +244,7 @@ class Guards:
         self._in_a_row = {name: int(count) for name, count in state["in_a_row"].items()}
 
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
-        """Add `guards/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
+        """Add `warnings/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
         # A step that is skipped is not checked, so these metrics are finite.
         if not self._initial:
             self._initial = {name: metrics[name] for name in _INITIAL_METRICS if name in metrics}
@@ -259,7 +260,7 @@ class Guards:
             needed = self._ppo.guard_patience
             if name == "blind_critic":
                 needed = math.ceil(self._limit(name))
-            metrics[f"guards/{name}"] = float(count >= needed)
+            metrics[f"warnings/{name}"] = float(count >= needed)
             if count == needed:
                 alarm(name, f"step {step}: guard {name}: {conditions[name]}")
             if count >= needed and action == "stop":

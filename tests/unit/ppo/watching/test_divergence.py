@@ -122,13 +122,13 @@ def test_the_guard_warns_and_stops_where_it_is_set_to(caplog: pytest.LogCaptureF
     fallen, sound = evaluations(0.8, 0.3, 0.3), evaluations(0.8, 0.3)
     with caplog.at_level(logging.WARNING):
         assert check_evaluations(PPOConfig(), fallen, metrics) is None
-    assert metrics == {"guards/overoptimization": 1.0, "guards/diversity_loss": 0.0}
+    assert metrics == {"warnings/overoptimization": 1.0, "warnings/diversity_loss": 0.0}
     assert [record.guard for record in caplog.records] == ["overoptimization"]  # type: ignore[attr-defined]
     assert "step 20" in caplog.text and "a correlation of 0.30" in caplog.text
     stopped = check_evaluations(PPOConfig(guards={"overoptimization": "stop"}), fallen, metrics)
     assert stopped is not None and "raise ppo.kl.coef" in stopped
     assert check_evaluations(PPOConfig(), sound, metrics) is None
-    assert metrics == {"guards/overoptimization": 0.0, "guards/diversity_loss": 0.0}
+    assert metrics == {"warnings/overoptimization": 0.0, "warnings/diversity_loss": 0.0}
     off: dict[str, float] = {}
     nothing: dict[GuardName, GuardAction] = {"overoptimization": "off", "diversity_loss": "off"}
     assert check_evaluations(PPOConfig(guards=nothing), fallen, off) is None and off == {}
@@ -151,14 +151,14 @@ def test_responses_that_become_alike_raise_a_guard_of_their_own(
     found = {10 * number: {"eval/distinct_2": share} for number, share in enumerate(shares)}
     metrics: dict[str, float] = {}
     assert check_evaluations(PPOConfig(), found, metrics) is None, "a warning, and no end of the run"
-    assert metrics["guards/diversity_loss"] == raised
+    assert metrics["warnings/diversity_loss"] == raised
     assert [record.guard for record in caplog.records] == ["diversity_loss"] * raised  # type: ignore[attr-defined]
     stopped = check_evaluations(PPOConfig(guards={"diversity_loss": "stop"}), found, metrics)
     assert (stopped is not None) == raised
     if stopped is not None:
         assert "step 20: 11.0% of the word pairs" in stopped and "24.0% in the SFT model's" in stopped
     assert check_evaluations(PPOConfig(guard_limits={"diversity_loss": 0.1}), found, metrics) is None
-    assert metrics["guards/diversity_loss"] == 0.0
+    assert metrics["warnings/diversity_loss"] == 0.0
 
 
 def scored(*values: tuple[float, float]) -> Found:
