@@ -139,10 +139,9 @@ def run_child(
             if child.request is not None:
                 child.begin(spec)
             outcome = _follow(child.process, child.events, timeout, on_event)
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C, SIGTERM or a cancellation: the stage may take a while to stop
-            on_event({"event": "warning", "message": _STOPPING.format(child.stop_seconds)})
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, SIGTERM or a cancellation
+                on_event({"event": "warning", "message": _STOPPING.format(child.stop_seconds)})
             raise
         finally:
             child.end()

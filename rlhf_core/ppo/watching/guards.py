@@ -1,8 +1,8 @@
 """Detection of failing training runs, as configured in `ppo.guards`.
 
-    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log,
-                                                                 `warnings/<name>` = 1, and with `stop` the end
-                                                                 of the run
+    metrics of a step -> conditions -> several steps in a row -> alarm
+
+An alarm is a warning in the log and `warnings/<name>` = 1, and with `stop` the end of the run.
 
 Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
 are sampled from the SFT model. docs/diagnose.md lists all guards with an example of a failure for each.
