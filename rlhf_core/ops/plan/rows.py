@@ -90,7 +90,7 @@ def stage_work(
 
 def _median(table: DataTable, name: SetName) -> int:
     """Return the tokens of a row of a set: of its prompt and response, or of its text if that is longer."""
-    medians = {row["field"]: row["p50"] for row in _lengths(table) if row["set"] == name}
+    medians: dict[str, int] = {row["field"]: row["p50"] for row in _lengths(table) if row["set"] == name}
     return max(medians.get(TEXT, 0), medians.get(PROMPT, 0) + medians.get(RESPONSE, 0))
 
 
