@@ -192,6 +192,7 @@ GuardName = Literal[
     "blind_critic",
     "score_clip",
     "overoptimization",
+    "diversity_loss",
 ]
 GuardAction = Literal["warn", "stop", "off"]
 """`warn`: log, metric and tag. `stop`: the stage also ends. `off`: the condition is not checked."""
@@ -225,6 +226,8 @@ LIMITS: dict[GuardName, GuardLimit] = {
     "blind_critic": GuardLimit(20),
     # A multiple of the correlation over the SFT model's responses.
     "overoptimization": GuardLimit(0.65, below=1),
+    # A multiple of the share of distinct word pairs in the SFT model's responses.
+    "diversity_loss": GuardLimit(0.5, below=1, reason=_UNCHANGED),
 }
 
 

@@ -175,17 +175,6 @@ def training_curves(history: StepMetrics) -> Any:
     return figure
 
 
-def raised_guards(history: StepMetrics) -> dict[str, list[int]]:
-    """Return the steps in which each guard was raised; a guard that never was is left out."""
-    steps = history.column("step")
-    raised = {}
-    for name in history.names("guards/"):
-        found = [int(step) for step in steps[history.column(name) > 0]]
-        if found:
-            raised[name.removeprefix("guards/")] = found
-    return raised
-
-
 def reward_means(history: StepMetrics) -> list[str]:
     """Return the names of the metrics with the mean of each reward source."""
     return [name for name in history.names("rewards/") if name.endswith("/mean")]

@@ -49,7 +49,7 @@ from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
 from rlhf_core.ppo.watching.advice import Advice
-from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
+from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_evaluations
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
 from rlhf_core.ppo.watching.step_checks import StepChecks, SyncCheck
 from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation, sync_metrics
@@ -197,7 +197,7 @@ class PPOController:
         self._utilisation.begin()
         self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
-        failure = check_divergence(self._ppo, self.selection.evaluations, metrics)
+        failure = check_evaluations(self._ppo, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
         if failure:
             hint = self._checks.best_hint()
@@ -373,7 +373,7 @@ class PPOController:
         with self._timed("canary"):
             gap = self._sync_check.gap(self.completed_steps)
         far = self._checks.compare(gap, self.completed_steps)
-        self._timings |= {"sync/logprob_gap": gap, "guards/engine_gap": float(far)}
+        self._timings |= {"sync/logprob_gap": gap, "warnings/engine_gap": float(far)}
 
     # -- log, checkpoint --
 
@@ -385,7 +385,7 @@ class PPOController:
                 name: value
                 for name, value in metrics.items()
                 if name not in self._timings
-                and not name.startswith("guards/")
+                and not name.startswith("warnings/")
                 and name not in ("rollout/logprob_gap_alarm", TRAINS_POLICY)
             }
             file.write(json.dumps({"step": self.completed_steps, **kept}) + "\n")

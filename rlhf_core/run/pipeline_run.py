@@ -69,6 +69,7 @@ log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 5.0
 """Progress is recorded at most this often."""
 _MAX_TAG_LENGTH = 4500
+_GUARDS = "guards raised"
 """MLflow allows 5000 characters."""
 
 
@@ -116,6 +117,8 @@ class PipelineRun:
         """When this run first came to a stage, by the monotonic clock. Failed attempts count in its time."""
         self.current_stage: dict[str, str] = {}
         """`stage` and `log` of the stage that is being made."""
+        self.remarks: dict[str, str] = {}
+        """What no artifact has and the report says: the guards that PPO raised in this run, and the drift."""
         self.next_stage = NextStage()
         self._progress_recorded = -PROGRESS_SECONDS
         """When progress was last recorded, by the monotonic clock."""
@@ -244,6 +247,7 @@ class PipelineRun:
         if stage == "ppo" and self.current_stage.get("stage") != "ppo":
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
             self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
+            self.remarks[_GUARDS] = "none"
         self.home.progress(self.name).unlink(missing_ok=True)  # of an earlier attempt
         self.current_stage = {"stage": stage, "log": str(log_file)}
         self.save_state("running")
@@ -265,6 +269,11 @@ class PipelineRun:
     def tag_message(self, name: str, message: str) -> None:
         """Store a message of PPO as the tag `rlhf.{name}` of the MLflow run: `guard.loops`, `advice.sync`."""
         self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
+        kind, _, guard = name.partition(".")
+        if kind == "guard":
+            earlier = self.remarks.get(_GUARDS, "none")
+            raised = f"{guard} ({message.partition(':')[0]})"
+            self.remarks[_GUARDS] = raised if earlier == "none" else f"{earlier}, {raised}"
 
     def runs_elsewhere(self) -> bool:
         """Return whether another process of this host, which is alive, continues this run."""
@@ -333,7 +342,9 @@ class PipelineRun:
                 try:
                     text = (self.artifacts.fetch(record.ref) / report).read_text(encoding="utf-8")
                     complete = self.folder / report
-                    complete.write_text(with_outcome(text, outcome(summary)), encoding="utf-8")
+                    complete.write_text(
+                        with_outcome(text, [*outcome(summary), *self.remarks.items()]), encoding="utf-8"
+                    )
                     self.tracking.log_file(self.parent_run_id, complete)
                 except (RLHFError, OSError) as error:
                     log.warning("MLflow's run has no %s: %s", report, error)

@@ -209,12 +209,14 @@ def verdict(summary: Mapping[str, Any]) -> str:
 
 
 def outcome(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a run knows after its report: the promotion, and with it the time of all stages, also
-    reused ones.
+    """Return what the report of a run has besides its evaluation: the promotion, and with it the accuracy of
+    the reward model and the time of all stages, also reused ones.
     """
     rows = _rows_of_registration(summary.get("registration", {}))
     if not rows:
         return [("promotion", "not registered in this run")]
+    if "reward" in summary:
+        rows += _rows_of_accuracy(summary["reward"])
     return [*rows, ("all stages", duration(3600 * headline_metrics(summary)["hours"]))]
 
 
@@ -426,11 +428,16 @@ def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
 
 
 def _time(entry: Mapping[str, Any]) -> str:
-    """Return the duration of a stage, with that over all runs in brackets for a reused or continued one."""
-    spent, made = duration(entry["seconds"]), entry["made_in_seconds"]
+    """Return the duration of a stage as it was logged at its end; of one that was continued, also the time of
+    all runs; of a reused one, the time in which it was made.
+    """
+    spent, made = entry["seconds"], entry["made_in_seconds"]
     if entry["how"] == "ran" or made is None:
-        return spent
-    return f"({duration(made)})" if entry["reused"] else f"{spent} ({duration(made)})"
+        return duration(spent)
+    if entry["reused"]:
+        return f"made in {duration(made)}"
+    # The time of all attempts has no starts of processes, so it can be less.
+    return duration(spent) if made <= spent else f"{duration(spent)} of {duration(made)}"
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:

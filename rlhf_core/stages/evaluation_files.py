@@ -190,7 +190,7 @@ def _report(
     if not config.dpo.enabled:
         del sections["dpo"]
     if config.ppo.enabled:
-        trained = {f"{config.ppo.title} steps": str(config.ppo.steps), "guards raised": _guards(context)}
+        trained = {f"{config.ppo.title} steps": str(config.ppo.steps)}
     else:
         trained = {"DPO": config.dpo.description}
     lineage = []
@@ -215,12 +215,6 @@ def _report(
             "inputs made in": _minutes(context.input_refs.values()),
         },
     )
-
-
-def _guards(context: StageContext) -> str:
-    """Return the guards of PPO that were raised, with the first step."""
-    raised = plots.raised_guards(_history(context))
-    return ", ".join(f"{name} (step {steps[0]})" for name, steps in raised.items()) or "none"
 
 
 def _minutes(refs: Iterable[ArtifactRef]) -> str:

@@ -191,6 +191,8 @@ class CheckpointStore:
                 self._mark_damaged(step, error, manifest)
         if newest is not None:
             self._require_fresh_start_allowed(newest)
+        elif self._fence is not None and self._fence.attempt > 1:
+            log.warning("there is no checkpoint yet: attempt %d starts at step 1", self._fence.attempt)
         return None
 
     def _fetch(self, manifest: Manifest) -> Path:

@@ -153,7 +153,7 @@ def test_equal_scores_of_a_prompt_are_no_reason_to_warn_if_prompts_are_compared(
     checks = checks_of(algorithm=algorithm, samples_per_prompt=4)
     found = metrics(rollout__zero_variance_groups=1.0)
     checks.verify(found, 1)
-    assert found["guards/uniform_scores"] == 0.0
+    assert found["warnings/uniform_scores"] == 0.0
     assert not caplog.records
     checks.verify(metrics(objective__scores_std=0.0), 2)
     assert "scores that are compared with each other are equal" in caplog.text
