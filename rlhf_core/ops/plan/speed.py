@@ -54,7 +54,7 @@ OFFLOAD_BYTES = 12e9
 PROCESS_START = (1, 5)
 ENGINES_START = (10, 50)
 """Seconds until the process of a stage begins its work, and until the ranks and engines of PPO begin theirs:
-in runs of the demo on two cores that had nothing else to do, and on two that other programs used as well.
+assumed, and in runs of the demo on two cores that other programs used as well.
 """
 _READERS = 3
 """Models that read a response of an evaluation: the policy, the SFT model and the reward model."""
