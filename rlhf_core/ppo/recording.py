@@ -95,6 +95,7 @@ class StepRows:
             "index": index_B,
             "group": index_B // self.ppo.samples_per_prompt,
             "prompt_id": [prompt.prompt_id for prompt in batch.prompts],
+            "source": [prompt.source for prompt in batch.prompts],
             "prompt_ids": _lists([chunk.prompt(row) for chunk, row in places]),
             "response_ids": _lists([chunk.response(row) for chunk, row in places]),
             "finished": batch.finished_B,
