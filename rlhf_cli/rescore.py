@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -44,8 +46,6 @@ def _rescore(
         model: Reward model of type model: a reward artifact or a folder (default: that of the run).
         output: Also write the comparison to a file .html or .json.
     """
-    import os
-
     from rich.console import Console
 
     from rlhf_core.executors.environment import stage_environment
@@ -85,18 +85,11 @@ def _rescore(
         if page:
             write_atomic(output, console.export_html())
         else:
-            write_json(output, _plain(asdict(rescored.comparison)))
+            # JSON has no NaN.
+            text = json.dumps(asdict(rescored.comparison))
+            write_json(output, json.loads(text, parse_constant=lambda _: None))
         print(printable(f"comparison: {output}"))
     return 0
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON content with null for NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if value != value else value
 
 
 def _track(steps: Sequence[int]) -> Iterable[int]:

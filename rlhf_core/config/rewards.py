@@ -212,20 +212,14 @@ class SmokeRow(Section):
     @property
     def expected(self) -> str:
         """The values that are right, in words."""
-        if self.score is not None:
-            return f"{self.score:g}"
-        parts = [] if self.min is None else [f"at least {self.min:g}"]
-        return " and ".join(parts if self.max is None else [*parts, f"at most {self.max:g}"])
+        given = self.model_dump(include={"score", "min", "max"}, exclude_none=True)
+        return " and ".join(f"{name} {value:g}" for name, value in given.items())
 
     def accepts(self, value: float) -> bool:
         """Return whether a value is right; NaN is not."""
-        if self.score is not None and not math.isclose(value, self.score, rel_tol=1e-6, abs_tol=1e-9):
-            return False
-        return (
-            (-math.inf if self.min is None else self.min)
-            <= value
-            <= (math.inf if self.max is None else self.max)
-        )
+        is_score = self.score is None or math.isclose(value, self.score, rel_tol=1e-6, abs_tol=1e-9)
+        is_above = self.min is None or value >= self.min
+        return is_score and is_above and (self.max is None or value <= self.max)
 
 
 class ExternalReward(RewardSource):

@@ -92,7 +92,7 @@ class PythonFunction:
         batches: dict[str, list[int]] = {}
         for index, sample in enumerate(samples):
             batches.setdefault(sample.prompt_id if self._source.needs_group else "", []).append(index)
-        values, reasons = [math.nan] * len(samples), {}
+        values, reasons = [math.nan] * len(samples), dict[int, str]()
         for rows in batches.values():
             batch = [samples[row] for row in rows]
             outcome = score_with_retries(self._name, self._once, batch, self._source.retries + 1)

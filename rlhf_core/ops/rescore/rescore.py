@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -182,26 +183,17 @@ class StepScorer:
 
     def _samples(self, rows: pa.Table) -> list[RewardInput]:
         return [
-            reward_input(self.prompts[prompt_id], response_ids, finished, self._decode)
-            for prompt_id, response_ids, finished in zip(
-                rows["prompt_id"].to_pylist(),
-                rows["response_ids"].to_pylist(),
-                rows["finished"].to_pylist(),
-                strict=True,
-            )
+            reward_input(self.prompts[row["prompt_id"]], row["response_ids"], row["finished"], self._decode)
+            for row in rows.to_pylist()
         ]
 
     def _load_model(self, run: FinishedRun, config: PipelineConfig, model: str | None, data: Path) -> None:
-        if model is None:
-            artifacts, ref = run.artifact("reward")
-            folder, template = artifacts.fetch(ref) / "model", config.data.template
-        else:
-            folder, template = locate(model, run.home, run.endpoint)
+        folder, template = locate(model or run.artifact("reward")[1].uri, run.home, run.endpoint)
         self._model = Scorer(
             folder,
             template=template,
             dtype=config.reward.deepspeed.dtype,
-            attention=config.model.attention,
+            attention="eager" if config.model.attention == "eager" else "sdpa",
             device=resolve_device("auto"),
             micro_batch_tokens=config.ppo.micro_batch_tokens,
         )
@@ -212,7 +204,10 @@ class StepScorer:
     def _model_scores(self, model: Scorer, samples: Sequence[RewardInput]) -> list[float]:
         pairs, rows = [], []
         for row, sample in enumerate(samples):
-            item = {"prompt_ids": list(sample.prompt_ids), "response_ids": list(sample.response_ids)}
+            item: dict[str, Any] = {
+                "prompt_ids": list(sample.prompt_ids),
+                "response_ids": list(sample.response_ids),
+            }
             if self._by_text:
                 item = {"prompt": sample.prompt, "response": sample.response, "finished": sample.finished}
             try:

@@ -215,9 +215,9 @@ def test_ranks_are_compared_over_all_responses_and_within_prompts() -> None:
         lambda wanted: asked.extend(wanted) or ["text"] * len(wanted),  # type: ignore[func-returns-value]
     )
     # Ranks 1 2 3 4 5.5 5.5 and 2 1 3 4 6 5: the sum of products is 16, the squares are 17 and 17.5.
-    assert (found.count, found.overall) == (6, pytest.approx(16 / math.sqrt(17 * 17.5)))
+    assert found.count == 6 and found.overall == pytest.approx(16 / math.sqrt(17 * 17.5))
     # Within group 0 the ranks are 1 2 3 and 2 1 3: 0.5. Group 1 has one response, group 2 equal old rewards.
-    assert (found.within_prompts, found.prompts) == (pytest.approx(0.5), 1)
+    assert found.within_prompts == pytest.approx(0.5) and found.prompts == 1
     # Ranks as shares: 2/6 and 1/6 for index 1. Index 0 is the opposite, of the same prompt. Index 4 and 5
     # have 5.5/6, and 1 and 5/6.
     ranked = [(row["index"], row["old_rank"] > row["new_rank"]) for row in found.disagreements]
