@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from rlhf_core.config.redact import printable
 from rlhf_core.types import PromptExample
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def tables(comparison: Comparison) -> list[RenderableType]:
     for each in comparison.disagreements:
         ranks = f"{each['old_rank']:.0%} / {each['new_rank']:.0%}"
         values = [str(each["step"]), str(each["index"]), number(each["old"]), number(each["new"])]
-        pairs.add_row(*values, ranks, escape(each["text"]))
+        pairs.add_row(*values, ranks, escape(printable(each["text"])))
     return [by_step, by_part, "the largest disagreements, as ranks:", pairs, escape(_verdict(comparison))]
 
 
