@@ -286,6 +286,16 @@ class ArtifactStore:
         return sizes
 
     @property
+    def store(self) -> Store:
+        """The store."""
+        return self._store
+
+    @property
+    def cache(self) -> Path:
+        """Local folder for copies from a remote store."""
+        return self._cache
+
+    @property
     def url(self) -> str:
         """URL of the store."""
         return self._store.url
@@ -453,6 +463,11 @@ _COPY = re.compile(r"(.+/artifacts-([a-z]+)-([0-9a-f]{16})-([0-9a-f]{12}))(?:/(.
 def store_file(copy: Path) -> Path:
     """Return the file next to a copy from a bucket that has the URL of its store."""
     return copy.with_name(f"{copy.name}.store")
+
+
+def annotations_copy(copy: Path) -> Path:
+    """Return the folder next to a copy from a bucket for copies of its annotations."""
+    return copy.with_name(f"{copy.name}.annotations")
 
 
 class ArtifactAddress(NamedTuple):

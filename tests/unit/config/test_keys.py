@@ -198,6 +198,8 @@ IN_NO_KEY = {
     "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",
    
     "ppo.rewards.python.file", "ppo.rewards.python.retries", "ppo.rewards.python.timeout",
+    *(f"ppo.rewards.{kind}.{name}" for kind in ("python", "remote", "language_model")
+        for name in ("pure", "smoke")),
     "ppo.rewards.remote.backoff", "ppo.rewards.remote.breaker_failures",
     "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency",
     "ppo.rewards.remote.items_per_request",

@@ -166,7 +166,7 @@ def test_the_documentation_has_every_column() -> None:
 def test_the_examples_run(tmp_path: Path) -> None:
     found = doctest.testmod(reader)
     assert found.attempted > 0 and found.failed == 0
-    [example] = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    example, _ = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"folder": recorded(tmp_path, 9, 10, 20)}
     exec(compile(example, "record.md", "exec"), names)
     assert [row["step"] for row in names["best"]] == [20, 20, 10, 10]
