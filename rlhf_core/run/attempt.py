@@ -304,6 +304,7 @@ class _Attempt:
                 },
                 # As it was given. The limits in `config` follow from the data, which the key contains.
                 config=spec.config.model_dump(mode="json", by_alias=True),
+                decided_by=spec.decided_by,
                 mlflow_run_id=self.stage_run.run_id,
             )
             is_complete = True

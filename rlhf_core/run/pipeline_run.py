@@ -23,13 +23,14 @@ from rlhf_core.config.keys import (
     given_tracking_uri,
     is_enabled,
     is_made,
+    key_content,
     key_fields,
+    key_of,
     pipeline_key,
     pipeline_name,
-    sources_of_inputs,
+    sources_in_key,
     sources_read,
     stage_inputs,
-    stage_key,
 )
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.yaml import dump
@@ -169,24 +170,20 @@ class PipelineRun:
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         # The stage compares all sources that it reads. The keys of its inputs contain the others.
-        prefixes, of_inputs = sources_read(self.config, stage), sources_of_inputs(self.config, stage)
-        read, in_key = {}, {}
-        for name, digest in self.sources.items():
-            if name.startswith(prefixes):
-                read[name] = digest
-                if not name.startswith(of_inputs):
-                    in_key[name] = digest
-        key = stage_key(self.config, stage, digests, in_key)
+        prefixes = sources_read(self.config, stage)
+        read = {name: digest for name, digest in self.sources.items() if name.startswith(prefixes)}
+        content = key_content(self.config, stage, digests, sources_in_key(self.config, stage, read))
         is_job = self.config.run.executor_of(stage) != "local"
         return StageSpec(
             stage,
-            key,
+            key_of(content),
             self.config,
             inputs,
             self.parent_run_id,
             self.key,
             read,
             until=self.stages[-1],
+            decided_by=content,
             base_models=copied_base_models(self.config) if is_job else {},
         )
 

@@ -203,7 +203,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if "reason" in (registered := summary.get("registration", {})):
         parts.append(_outcome(registered))
     if found.get("judge_trained_on"):
-        of_pairs = _policy(summary) == "dpo"
+        of_pairs = policy_of(summary) == "dpo"
         parts.append(f"judged by the {'pairs' if of_pairs else 'reward'} of its training")
     return ", ".join(parts)
 
@@ -224,7 +224,7 @@ def headline_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the main metrics of a run, for the list of runs in MLflow."""
     found = _registered_policy(summary)
     evaluation = summary.get("evaluate", {})
-    policy = _policy(summary)
+    policy = policy_of(summary)
     made = [entry["made_in_seconds"] or 0.0 for entry in summary["stages"].values()]
     metrics = {"hours": sum(made) / 3600, **_present(found, ("kl", "length_ratio"))}
     if OVER_SFT in found:
@@ -251,7 +251,7 @@ _HEADLINES = {"reward_model": "reward", "judge_model": "judge", "gold_reward": "
 """Names in MLflow of the means of measures."""
 
 
-def _policy(summary: Mapping[str, Any]) -> str:
+def policy_of(summary: Mapping[str, Any]) -> str:
     """Return the policy that the run is about: the registered one, or that which was evaluated."""
     policies = summary.get("evaluate", {}).get("policies", {})
     wanted = str(summary.get("policy", "ppo"))
@@ -261,7 +261,7 @@ def _policy(summary: Mapping[str, Any]) -> str:
 def _registered_policy(summary: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the table of this policy; empty if there was no evaluation."""
     policies = summary.get("evaluate", {}).get("policies", {})
-    table: Mapping[str, Any] = policies.get(_policy(summary), {})
+    table: Mapping[str, Any] = policies.get(policy_of(summary), {})
     return table
 
 

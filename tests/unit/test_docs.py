@@ -50,6 +50,8 @@ NEED_ARGUMENTS = (
     "run",
     "rounds",
     "plan",
+    "why",
+    "compare",
     "serve-reward",
     "rollback",
     "promote",
