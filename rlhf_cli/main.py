@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 from cyclopts import CycloptsError, Parameter
 
 # Each of these modules adds its commands to `app`.
-from rlhf_cli import champions, init, prune, review, rounds, tune  # noqa: F401
+from rlhf_cli import champions, init, inspect, prune, review, rounds, tune  # noqa: F401
 from rlhf_cli.app import (
     BEFORE,
     HOME,
