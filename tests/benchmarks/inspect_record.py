@@ -145,10 +145,10 @@ def measure(folder: Path, steps: int, per_step: int) -> None:
         try:
             assert child.stdout is not None
             url = child.stdout.readline().strip()
-            print(f"ready after {time.perf_counter() - start:.1f} s")
+            server = psutil.Process(child.pid)
+            print(f"ready after {time.perf_counter() - start:.1f} s, {_cpu(server):.1f} s of CPU time")
             places = {"half": max(1, steps // 2), "last": max(0, steps * per_step - 50)}
             pages = {name: url + page.format(**places) for name, page in PAGES.items()}
-            server = psutil.Process(child.pid)
             first = {name: _seconds(web, page, server)[0] for name, page in pages.items()}
             # The note about the search is on the page until all texts are decoded.
             while "still being decoded" in web.get(pages["text"]).text:
@@ -168,10 +168,14 @@ def measure(folder: Path, steps: int, per_step: int) -> None:
 
 def _seconds(web: httpx.Client, page: str, server: psutil.Process) -> tuple[float, float]:
     """Return the seconds until a page is there, and those of the server's CPU time."""
-    start, before = time.perf_counter(), server.cpu_times()
+    start, before = time.perf_counter(), _cpu(server)
     web.get(page).raise_for_status()
-    seconds, after = time.perf_counter() - start, server.cpu_times()
-    return seconds, after.user + after.system - before.user - before.system
+    return time.perf_counter() - start, _cpu(server) - before
+
+
+def _cpu(server: psutil.Process) -> float:
+    times = server.cpu_times()
+    return times.user + times.system
 
 
 if __name__ == "__main__":

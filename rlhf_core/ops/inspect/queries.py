@@ -115,7 +115,7 @@ def parting(
     """
     where, values = _with_both(chosen, x, y)
     ranked = (
-        f'SELECT run, step, "index", {quoted(x)} AS x, {quoted(y)} AS y,'
+        f'SELECT run, step, "index", prompt_id, {quoted(x)} AS x, {quoted(y)} AS y,'
         f" percent_rank() OVER (ORDER BY {quoted(x)}) AS rank_x,"
         f" percent_rank() OVER (ORDER BY {quoted(y)}) AS rank_y FROM rollouts WHERE {where}"
     )

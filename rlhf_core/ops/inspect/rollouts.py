@@ -4,8 +4,9 @@
                   --> `texts`     decoded responses, filled by a thread (`decode_all`)
 
 Tokens and what has a value for each token stay in the parts and are read when a response is shown. The
-database is a file in a temporary folder. After it is filled it can read the parts and no other file, and none of
-its settings can be changed. Values of users are bound as parameters; names of columns are those of `numbers`.
+database is a file in a temporary folder. After it is filled it can read the parts and no other file, and none
+of its settings can be changed. Values of users are bound as parameters; names of columns are those of
+`numbers`.
 """
 
 from __future__ import annotations
@@ -185,19 +186,19 @@ class Rollouts:
         ).fetchall()
         names = [str(name) for name, *_ in columns]
         values: list[Any] = [number]
-        shown = ["?::INTEGER AS run", f"len(response_ids) AS {LENGTH}"]
+        shown = ["?::INTEGER AS run", f"len(record.response_ids) AS {LENGTH}"]
         for name, kind, *_ in columns:
+            column = f"record.{quoted(name)}"
             if kind in ("FLOAT", "DOUBLE"):
-                # NaN is larger than every number. Without it, means and orders are those of the others.
-                shown.append(f"nullif({quoted(name)}, 'nan'::{kind}) AS {quoted(name)}")
+                shown.append(f"{_without_nan(column)} AS {quoted(name)}")
             elif not kind.endswith("[]"):
-                shown.append(f"record.{quoted(name)}")
+                shown.append(column)
         if {"rollout_logprobs", "old_logprobs"} <= set(names):
-            distance = "list_distance(rollout_logprobs, old_logprobs)"
-            shown.append(f"{distance} / sqrt(len(response_ids)) AS {GAP}")
+            distance = "list_distance(record.rollout_logprobs, record.old_logprobs)"
+            shown.append(f"{distance} / sqrt(len(record.response_ids)) AS {GAP}")
         joins = []
         for place, name in enumerate(run.annotations):
-            shown.append(f"nullif(a{place}.score, 'nan'::DOUBLE) AS {quoted(ANNOTATION + name)}")
+            shown.append(f"{_without_nan(f'a{place}.score')} AS {quoted(ANNOTATION + name)}")
             joins.append(
                 f'LEFT JOIN read_parquet(?) a{place} ON (a{place}.kind, a{place}.step, a{place}."index")'
                 ' = (record.kind, record.step, record."index")'
@@ -304,6 +305,14 @@ class Rollouts:
         for run, parts in enumerate(self._parts):
             for part in reversed(parts):
                 yield run, part
+
+
+def _without_nan(column: str) -> str:
+    """Return the SQL of a column with null in place of NaN, which is larger than every number in DuckDB.
+
+    A comparison with NaN would be decided by the statistics of a Parquet file, which leave it out.
+    """
+    return f"CASE WHEN NOT isnan({column}) THEN {column} END"
 
 
 def _parts(run: RecordedRun) -> list[Path]:
