@@ -152,7 +152,7 @@ def measure(folder: Path, steps: int, per_step: int) -> None:
             first = {name: _seconds(web, page, server)[0] for name, page in pages.items()}
             # The note about the search is on the page until all texts are decoded.
             while "still being decoded" in web.get(pages["text"]).text:
-                time.sleep(1)
+                time.sleep(5)
             print(f"decoded after {time.perf_counter() - start:.0f} s")
             for name, page in pages.items():
                 table.add_row(

@@ -155,7 +155,7 @@ class Pages:
 
     def _opened(self, keys: Sequence[Key]) -> list[Row]:
         """Return responses with their texts and tokens."""
-        found = self.rollouts.tokens(keys)
+        found = self.rollouts.tokens(key for key in keys if key.run < len(self.rollouts.runs))
         responses = []
         for key in keys:
             if key not in found:

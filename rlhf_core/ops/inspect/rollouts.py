@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
@@ -34,7 +34,7 @@ LENGTH, GAP = "length", "gap"
 `old_logprobs` over its tokens, in nats.
 """
 _IDENTITY = ("step", "index", "group", "seed", "policy_version")
-_SETTINGS = {
+_SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": "400MB",
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
@@ -45,7 +45,8 @@ _DECODED_AT_ONCE = 1000
 Row = dict[str, Any]
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Key:
     """Identifies a response: number of the run, step, and number in the step."""
 
     run: int

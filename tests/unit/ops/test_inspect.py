@@ -11,25 +11,34 @@
 - tokens have text, values and colours; a character of several tokens is whole
 - the database reads no other files
 - a step is exported as one file that loads nothing
+- the command prints its link and ends with Ctrl-C; it exports a step of a run in a store
 - without a name, the newest run is taken; runs without a record are input errors
 """
 
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import duckdb
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
+from rlhf_cli import main as cli
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.record import RecordConfig
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
@@ -41,6 +50,8 @@ from rlhf_core.ops.inspect.server import export, make_app
 from rlhf_core.ops.inspect.tokens import tokens_of
 from rlhf_core.record.schema import schema_of
 from rlhf_core.record.writer import RecordWriter
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.store import Store
 
 HOSTILE = "<script>alert('x')</script> \u202e gnp.exe & \"quoted\""
 PHRASE = "calm calm dog"
@@ -158,7 +169,8 @@ def test_values_of_a_query_are_no_sql(client: TestClient) -> None:
     for wrong in ({"sort": 'score" --'}, {"min:score": "1 OR 1"}, {"offset": "x"}, {"sort": "prompt_ids"}):
         assert client.get("/secret/responses", params=wrong).status_code == 400
     assert client.get("/secret/scores?x=nothing").status_code == 400
-    assert client.get("/secret/response?of=0,9,9").status_code == 400
+    for key in ("0,9,9", "2,1,1", "0,1", "a,b,c"):
+        assert client.get("/secret/response", params={"of": key}).status_code == 400
     assert client.get("/secret/nothing").status_code == 404
 
 
@@ -268,6 +280,44 @@ def test_a_step_is_exported_as_one_file(record: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="steps 1 to 4"):
         export(RecordedRun("one", record), 5, file)
     assert export(RecordedRun("one", record), None, file) == 4
+
+
+@pytest.fixture
+def run(record: Path, tmp_path: Path) -> Path:
+    """The home of a run whose artifact of `ppo` is in its store."""
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path), "name": "small"}})
+    store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
+    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
+    shutil.copytree(record, tmp_path / "ppo")  # publishing moves it
+    stages = {"ppo": {"artifact": store.publish("ppo", "c" * 16, tmp_path / "ppo", made).uri}}
+    file = tmp_path / "runs" / "small" / "summary.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"run": "small", "stages": stages}))
+    return tmp_path
+
+
+def test_the_command_exports_a_step_of_the_newest_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.html"
+    assert cli.main(["inspect", "--home", str(run), "--export", str(file), "--step", "3"]) == 0
+    assert capsys.readouterr().out == f"step 3 of small: {file}\n"
+    assert "<title>Step 3 · small</title>" in file.read_text()
+    assert cli.main(["inspect", "--home", str(run), "--step", "3"]) == 2
+    assert cli.main(["inspect", "small", "small", "--home", str(run), "--export", str(file)]) == 2
+
+
+def test_the_command_prints_a_link_and_ends_with_ctrl_c(run: Path) -> None:
+    command = [sys.executable, "-m", "rlhf_cli.main", "inspect", "small", "--home", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        [url] = re.findall(
+            r"open (http://127\.0\.0\.1:\d+/[\w-]{22}/) in a browser", server.stdout.readline()
+        )
+        answer = httpx.get(url, follow_redirects=True, timeout=60)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    assert answer.status_code == 200 and "Means by step" in answer.text
 
 
 def test_a_run_without_a_record_is_an_input_error(tmp_path: Path) -> None:
