@@ -33,7 +33,6 @@ LENGTH, GAP = "length", "gap"
 """Number of tokens of a response, and root mean square of the differences between `rollout_logprobs` and
 `old_logprobs` over its tokens, in nats.
 """
-_IDENTITY = ("step", "index", "group", "seed", "policy_version")
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": "400MB",
     "autoinstall_known_extensions": "false",

@@ -39,7 +39,7 @@ from starlette.testclient import TestClient
 
 from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.record import RecordConfig, RecordLevel
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import newest_run
@@ -58,7 +58,7 @@ PHRASE = "calm calm dog"
 NAN = float("nan")
 
 
-def _record(folder: Path, *, better: float = 0.0, level: str = "all") -> Path:
+def _record(folder: Path, *, better: float = 0.0, level: RecordLevel = "all") -> Path:
     """Write four steps of four responses. The phrase is in all of step 4; the gold reward falls with it."""
     tokenizer = train_tokenizer([HOSTILE, PHRASE, "the dog is kind", "naïve 日本"] * 3, 400)
     tokenizer.save_pretrained(folder / "policy")
@@ -90,7 +90,7 @@ def _record(folder: Path, *, better: float = 0.0, level: str = "all") -> Path:
             "reward/model": scores,
             "reward/gold": [NAN, -step, -step, 1 - step],
         }
-        schema = schema_of(level, ["model", "gold"])  # type: ignore[arg-type]
+        schema = schema_of(level, ["model", "gold"])
         columns = [
             pa.array(rows[field.name], field.type) if field.name in rows else pa.nulls(4, field.type)
             for field in schema
