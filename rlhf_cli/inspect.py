@@ -25,7 +25,7 @@ def _inspect(
     endpoint: Endpoint = None,
     home: HomeFolder = HOME,
 ) -> int:
-    """Show the responses that PPO has learned from, in a browser.
+    """Show the recorded responses of PPO in a browser.
 
     Example: rlhf inspect demo-seed0-46d9a620
 
