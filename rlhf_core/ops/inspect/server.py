@@ -67,7 +67,7 @@ def serve(runs: Sequence[RecordedRun], port: int, ready: Callable[[str], None]) 
             uvicorn.Server(config).run(sockets=[bound])
         finally:
             stop.set()
-            decoder.join()
+            decoder.join(10)
 
 
 def export(run: RecordedRun, step: int | None, file: Path) -> int:
