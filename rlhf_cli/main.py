@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 from cyclopts import CycloptsError, Parameter
 
 # Each of these modules adds its commands to `app`.
-from rlhf_cli import champions, compare, init, prune, rescore, review, rounds, tune, why  # noqa: F401
+from rlhf_cli import champions, compare, init, inspect, prune, rescore, review, rounds, tune, why  # noqa: F401
 from rlhf_cli.app import (
     BEFORE,
     HOME,
