@@ -330,6 +330,12 @@ class ArtifactStore:
                 )
         return config
 
+    def versions(self, ref: ArtifactRef) -> dict[str, str]:
+        """Return the versions of the code and its libraries that made it, as `storage.versions.versions`.
+        Raises CorruptArtifact if it is gone.
+        """
+        return dict(self._present(ref).body.get("versions", {}))
+
     def file_digests(self, ref: ArtifactRef, folder: str) -> dict[str, str]:
         """Return the sha256 of the files in a folder of an artifact, by name, without those in its folders.
         Nothing is fetched. Raises CorruptArtifact if the artifact is gone.
