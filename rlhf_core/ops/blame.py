@@ -32,7 +32,7 @@ from rlhf_core.ppo.training.experience import (
     response_advantages,
     summarize,
 )
-from rlhf_core.record.schema import WEIGHTED
+from rlhf_core.record.schema import REWARD
 
 Quantity = Literal["reward", "kl", "loss", "value"]
 
@@ -72,7 +72,7 @@ class Blame:
     sources: Mapping[str, float]
     """Share of each data source, largest first."""
     rewards: Mapping[str, tuple[float, float | None]]
-    """Mean part of each reward source in the score, in the step and in the steps before."""
+    """Mean of each reward source, before weights and normalisation, in the step and in the steps before."""
 
 
 def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
@@ -103,9 +103,9 @@ def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
     of_prompts = _summed([(each.prompt, each.share) for each in responses])
     rewards = {}
     for column in rows[0]:
-        if column.startswith(WEIGHTED):
+        if column.startswith(REWARD):
             earlier_mean = _mean(rows_before, column) if rows_before else None
-            rewards[column.removeprefix(WEIGHTED)] = (_mean(rows, column), earlier_mean)
+            rewards[column.removeprefix(REWARD)] = (_mean(rows, column), earlier_mean)
     return Blame(
         float(values.mean()),
         before,
@@ -140,7 +140,7 @@ def _of_step(
 
 
 def _mean(rows: Rows, name: str) -> float:
-    return float(np.mean([row[name] for row in rows]))
+    return float(np.nanmean([row[name] for row in rows]))
 
 
 def _summed(shares: Sequence[tuple[str, float]]) -> dict[str, float]:

@@ -74,6 +74,9 @@ _FIELDS: Mapping[Kind, tuple[str, ...]] = {
 Any other one can change everything.
 """
 
+_NO_STEP = ("ppo.evaluate_", "ppo.publish", "ppo.stop_patience")
+"""Settings of PPO that change no step."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -270,6 +273,6 @@ def settings_of(config: PipelineConfig) -> dict[str, Any]:
     fields = {
         name: value
         for name, value in key_fields(config, {}).items()
-        if name.startswith(("ppo.", "model.")) or name == "run.seed"
+        if name.startswith(("ppo.", "model.", "run.seed")) and not name.startswith(_NO_STEP)
     }
     return fields | rounding_settings(config, "ppo") | {"run.threads": config.run.threads}

@@ -287,7 +287,7 @@ def test_a_perturbation_is_found_where_it_acts_first(
 
 def test_only_what_acts_early_enough_explains_a_difference() -> None:
     def settings(seed: int, coef: float, rate: float) -> dict[str, Any]:
-        changed = {"kl": {"coef": coef}, "policy": {"learning_rate": rate}}
+        changed = {"kl": {"coef": coef}, "policy": {"learning_rate": rate}, "evaluate_prompts": 10 + seed}
         return settings_of(configured(run={"seed": seed}, ppo=PPO | changed))
 
     one, other = settings(0, 0.1, 1e-6), settings(1, 0.2, 1e-5)
