@@ -126,12 +126,12 @@ def replay(run: FinishedRun, step: int, keep: Path | None = None, train: Train |
 
 def _require_same_versions(folder: Path) -> None:
     """Write the versions of this code to `folder`, or compare them with those that it has."""
-    file = folder / _VERSIONS
+    file, now = folder / _VERSIONS, of_versions(versions())
     found = read_json(file)
     if found is None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(file, versions())
-    elif found != versions():
+        write_json(file, now)
+    elif found != now:
         raise InputError(f"--keep: {folder} was made by another version of the code; use another folder")
 
 
