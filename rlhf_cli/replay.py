@@ -121,7 +121,7 @@ def _print_replay(run: FinishedRun, step: int, keep: Path | None) -> int:
             f" {weights}: equal"
         )
         if step > 1:
-            print(f"steps 1 to {step - 1}: equal")
+            print("the steps before it: equal")
     return _print_difference(done.difference, changed_since(run))
 
 
