@@ -112,8 +112,8 @@ def _print_replay(run: FinishedRun, step: int, keep: Path | None) -> int:
     set_up_logging(run.home)
     os.environ.update(stage_environment(run.config("ppo")))  # PPO runs in this process
     done = replay(run, step, keep)
-    place = f"after step {done.start}" if done.start else "the beginning"
-    print(printable(f"{run.name}: {step - done.start} steps from {place} in {done.seconds:.0f} s"))
+    place = f"after step {done.start}" if done.start else "from the beginning"
+    print(printable(f"{run.name}: {step - done.start} steps {place} in {done.seconds:.0f} s"))
     if done.difference is None:
         weights = "and the weights after it" if done.has_weights else "(weights after it are not recorded)"
         print(
