@@ -38,13 +38,14 @@ def _inspect(
     """
     from rlhf_core.ops.finished_run import find_run, newest_run
     from rlhf_core.ops.inspect.rollouts import RecordedRun
+    from rlhf_core.record.annotations import annotations_of
 
     if step is not None and export is None:
         raise InputError(f"--step: got {step} without --export; give a file, or choose the step on the page")
     if export is not None and other is not None:
         raise InputError(f"--export: writes one run; got {other} as well")
     found = [find_run(name, home, endpoint) for name in (run or newest_run(home), other) if name]
-    runs = [RecordedRun(one.name, one.recorded("ppo")) for one in found]
+    runs = [RecordedRun(one.name, one.recorded("ppo"), annotations_of(*one.artifact("ppo"))) for one in found]
     from rlhf_core.ops.inspect.server import export as write_step
     from rlhf_core.ops.inspect.server import serve
 

@@ -136,6 +136,8 @@ class PPOController:
         self._steps_since_sync = StepsSinceSync()
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
         self._advice = Advice(settings.ppo, fleet.device)
+        self._weights: str | None = None
+        """Digest of the weights that the engines got last."""
         self._checkpoint_seconds = 0.0
         """Duration of the last checkpoint, in seconds."""
         self._last_batch: RolloutBatch | None = None
@@ -363,6 +365,7 @@ class PPOController:
         """Send the weights to all engines and return the version that they acknowledged."""
         report = self._fleet.sync(self.completed_steps)
         self._timings |= sync_metrics(report)
+        self._weights = report.checksum
         return report.version
 
     def _compare_engines(self) -> None:
@@ -400,7 +403,7 @@ class PPOController:
         self, record: RecordWriter, batch: RolloutBatch, experience: Experience, step: int, *, trained: bool
     ) -> None:
         with self._timed("record"):
-            rows = StepRows(self._fleet, self._ppo, step)
+            rows = StepRows(self._fleet, self._ppo, step, self._weights)
             record.add(step, rows.table(batch, experience, record.level, trained=trained))
 
     def _log_samples(
@@ -449,6 +452,7 @@ class PPOController:
             self.save_record(folder)
             state = {
                 "done": step,
+                "weights": self._weights,
                 "kl": self._kl.state_dict(),
                 **self._checks.state_dict(),
                 **self._warmup.state_dict(),

@@ -52,6 +52,12 @@ COLUMNS = (
     Column("finished", pa.bool_(), "rewards", "whether EOS ended it; otherwise the length limit cut it"),
     Column("policy_version", pa.int32(), "rewards", "number of steps after which the policy sampled it"),
     Column(
+        "weights",
+        pa.string(),
+        "rewards",
+        "digest of the weights that sampled it, as the engines acknowledged them; null with `ppo.staleness`",
+    ),
+    Column(
         "seed",
         pa.int64(),
         "rewards",
