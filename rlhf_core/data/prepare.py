@@ -160,7 +160,9 @@ def read_and_encode(
             records[name] = drop_repeats(all_records, name, config, counts[name].dropped)
         failpoint("data.read")
         tokenizer, context = _tokenizer(config, records)
-        encoder = Encoder(tokenizer, config.data.template, config.model.path or "the trained tokenizer")
+        # The tokens of a prompt are then the same object in the rows of all sets.
+        model = config.model.path or "the trained tokenizer"
+        encoder = Encoder(tokenizer, config.data.template, model, known_prompts=None)
         if config.data.thoughts == "drop":
             encoder.require_droppable_thoughts()
         for name in SETS:

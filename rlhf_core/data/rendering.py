@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 from rlhf_core.config.redact import printable
@@ -92,18 +92,27 @@ def characters(value: Any) -> int:
     return sum(map(characters, value)) if isinstance(value, list) else 0
 
 
+@lru_cache(maxsize=1)  # opening it takes as long as rendering a short conversation
+def _memory_statistics(process: int) -> int | None:
+    """Return the open file with the memory of this process, which a fork must open again."""
+    try:
+        return os.open(f"/proc/{process}/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
 @contextmanager
 def memory_limit(spare: int) -> Iterator[None]:
     """Raise MemoryError if this process grows by more than `spare` bytes in this context. Linux only.
 
     Otherwise the kernel would kill the process.
     """
-    statistics = Path("/proc/self/statm")
-    if not statistics.exists():
+    statistics = _memory_statistics(os.getpid())
+    if statistics is None:
         yield
         return
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(statistics.read_text().split()[0]) * resource.getpagesize()
+    used = int(os.pread(statistics, 64, 0).split()[0]) * resource.getpagesize()
     if limits[0] != resource.RLIM_INFINITY:
         # A limit that the process already has is not raised.
         spare = min(spare, limits[0] - used)

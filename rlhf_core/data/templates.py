@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from rlhf_core.data.messages import Call, Message
@@ -39,6 +40,7 @@ _THOUGHT_FIELDS = ("reasoning_content", "thinking")
 _OPENS = "<think>"
 _MARK = "\uf8ff"
 """A private-use character that shows where a text is in a rendering."""
+_PRIVATE = re.compile("[\ue000-\uf8ff]")
 _NEUTRALISED = ("content", *_THOUGHT_FIELDS)
 TOOLS_TEMPLATE = "deployments/configs/tools-chat.jinja"
 """The template of this package that renders tools, for models whose own one does not."""
@@ -95,17 +97,30 @@ class Encoded:
 @dataclass(frozen=True)
 class _Tokens:
     ids: list[int]
-    starts: list[int]
-    ends: list[int]
-    """Character offsets in the rendered text."""
+    offsets: list[tuple[int, int]]
+    """First and last character in the rendered text, the last one exclusive."""
 
 
 class Encoder:
     """Encodes prompts, conversations and plain text with one tokenizer. Not thread-safe (neither is the
     tokenizer).
+
+    Args:
+        tokenizer: The tokenizer with its chat template.
+        template: Whether the template is used.
+        name: The model, for messages.
+        known_prompts: Number of prompts whose tokens are kept, because they come again: by default for the
+            second response of a pair; None for all.
     """
 
-    def __init__(self, tokenizer: Any, template: Literal["chat", "plain"], name: str = "the model") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: Literal["chat", "plain"],
+        name: str = "the model",
+        *,
+        known_prompts: int | None = 1,
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.name = name
@@ -133,7 +148,8 @@ class Encoder:
         text = chat_template(tokenizer) or ""
         fields = [name for name in _THOUGHT_FIELDS if re.search(rf"[.'\"]{name}\b", text)]
         self._thought_field = fields[0] if fields else None
-        self._last_prompt: tuple[tuple[Message, ...], str, list[int]] = ((), "", [])
+        self._prompt_ids = lru_cache(known_prompts)(self._new_prompt_ids)
+        self._last_prompt: tuple[list[dict[str, Any]], list[Any] | None, str] = ([], None, "")
         self._not_rendered: Sequence[str] | None = None
         """Those of `_PROBED` that the template leaves out; None: not tried yet."""
         self._mark_ids = self._control_ids
@@ -145,7 +161,7 @@ class Encoder:
         """Return (P,) tokens of a prompt, ready for the response: BOS first if the model has one, and the
         generation prompt last. `tools` is the JSON text of a list of functions.
         """
-        return tuple(self._prompt_tokens(messages, tools).ids)
+        return self._prompt_ids(tuple(messages), tools)
 
     def response(
         self, messages: Sequence[Message], response: Message | str, tools: str = ""
@@ -154,24 +170,21 @@ class Encoder:
         with EOS.
         """
         answer = Message("assistant", response) if isinstance(response, str) else response
-        if self._last_prompt[:2] != (tuple(messages), tools):
-            # The two responses of a pair come one after the other.
-            self._last_prompt = (tuple(messages), tools, self._prompt_tokens(messages, tools).ids)
-        prompt = self._last_prompt[2]
+        prompt = self._prompt_ids(tuple(messages), tools)
         if self.template == "plain":
-            body = self._plain_response(messages, answer.text, prompt)
+            body = tuple(self._plain_response(messages, answer.text, list(prompt)))
         else:
             whole = self._conversation([*messages, answer], tools, last_only=True)
-            if list(whole.ids[: len(prompt)]) != prompt:
+            if whole.ids[: len(prompt)] != prompt:
                 raise EncodeError("the prompt's tokens are not the beginning of the conversation's")
-            body = list(whole.ids[len(prompt) :])
+            body = whole.ids[len(prompt) :]
             if not any(whole.mask[len(prompt) :]):
                 raise EncodeError("the chat template leaves the assistant's text out")
         if self.eos_id in body:
             body = body[: body.index(self.eos_id)]
         if not body:
             raise EncodeError("the response has no tokens")
-        return tuple(prompt), (*body, self.eos_id)
+        return prompt, (*body, self.eos_id)
 
     @property
     def response_prefix(self) -> str:
@@ -285,16 +298,21 @@ class Encoder:
 
     # -- chat --
 
-    def _prompt_tokens(self, messages: Sequence[Message], tools: str) -> _Tokens:
+    def _new_prompt_ids(self, messages: tuple[Message, ...], tools: str) -> tuple[int, ...]:
         if self.template == "plain":
-            tokens = self._pieces(_joined(messages, tools))
-            return _Tokens(self._with_bos(tokens.ids), tokens.starts, tokens.ends)
+            return tuple(self._with_bos(self._pieces(_joined(messages, tools)).ids))
         plain, own_tools, restore = self._escape(messages, tools)
-        text = self._render(plain, own_tools, generate=True)[0]
+        text = self._rendered_prompt(plain, own_tools)
         self._require_said(text, [], plain, own_tools)
-        tokens = self._tokenize(text, restore)
-        self._require_skeleton(tokens.ids, plain, own_tools, restore, "prompt")
-        return tokens
+        ids = self._tokenize(text, restore).ids
+        self._require_skeleton(ids, plain, own_tools, restore, "prompt")
+        return tuple(ids)
+
+    def _rendered_prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Return the rendering with the generation prompt. Both responses of a pair need the same one."""
+        if self._last_prompt[:2] != (messages, tools):
+            self._last_prompt = (messages, tools, self._render(messages, tools, generate=True)[0])
+        return self._last_prompt[2]
 
     def _require_said(
         self,
@@ -379,7 +397,7 @@ class Encoder:
             )
 
     def _marks_in(self, ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if token in self._mark_ids]
+        return list(filter(self._mark_ids.__contains__, ids))
 
     def _render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, generate: bool, marks: bool = False
@@ -401,8 +419,9 @@ class Encoder:
         spans = []
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         for index in answers[-1:] if last_only else answers:
-            before, _ = self._render(messages[:index], tools, generate=True)
-            after, _ = self._render(messages[: index + 1], tools, generate=False)
+            before = self._rendered_prompt(messages[:index], tools)
+            is_last = index == len(messages) - 1
+            after = text if is_last else self._render(messages[: index + 1], tools, generate=False)[0]
             if last_only and not after.startswith(before):
                 after = text = self._continued(before, after, messages, tools)
             if not (after.startswith(before) and text.startswith(after.rstrip())):
@@ -441,22 +460,20 @@ class Encoder:
 
     def _mask(self, tokens: _Tokens, spans: list[tuple[int, int]]) -> list[int]:
         mask = [0] * len(tokens.ids)
+        ends = [index for index, token in enumerate(tokens.ids) if token == self.eos_id]
         for start, end in spans:
             # Not from the first token: a long conversation has many spans.
-            first = bisect_left(tokens.starts, start)
+            first, last = bisect_left(tokens.offsets, (start,)), bisect_left(tokens.offsets, (end,))
             if _spans(tokens, start):
                 raise EncodeError("a token spans the border between the prompt and the assistant's text")
-            for index in range(first, bisect_left(tokens.starts, end)):
-                mask[index] = 1
-                if tokens.ids[index] == self.eos_id:
-                    break  # text after EOS inside the block, such as a line feed, is never generated
-        for index in range(1, len(mask)):
+            # Text after EOS inside the block, such as a line feed, is never generated.
+            end_of_answer = bisect_left(ends, first)
+            if end_of_answer < len(ends):
+                last = min(last, ends[end_of_answer] + 1)
+            mask[first:last] = [1] * (last - first)
+        for index in ends:
             # A template whose marks leave EOS out would otherwise never teach the policy to stop.
-            if (
-                mask[index - 1]
-                and not mask[index]
-                and tokens.ids[index] == self.eos_id != tokens.ids[index - 1]
-            ):
+            if index > 0 and mask[index - 1] and tokens.ids[index - 1] != self.eos_id:
                 mask[index] = 1
         return mask
 
@@ -475,7 +492,7 @@ class Encoder:
         used: set[str] = set()
         for text in _texts([plain, functions]):
             found.update(self._special_pattern.findall(text))
-            used.update(char for char in text if "\ue000" <= char <= "\uf8ff")
+            used.update(_PRIVATE.findall(text))
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         character_of = {special: next(free) for special in sorted(found)}
         if found:
@@ -528,17 +545,15 @@ class Encoder:
             ids: list[int] = encoding.ids
             found = self._special_pattern.findall(text)
             expected = sum(self._specials[special] in self._control_ids for special in found)
-            if sum(token in self._control_ids for token in ids) == expected:
-                starts = [start for start, _ in encoding.offsets]
-                ends = [end for _, end in encoding.offsets]
-                return self._begin(_Tokens(ids, starts, ends))
+            if sum(map(self._control_ids.__contains__, ids)) == expected:
+                return self._begin(_Tokens(ids, encoding.offsets))
         return self._begin(self._pieces(text, restore, template_specials=True))
 
     def _begin(self, tokens: _Tokens) -> _Tokens:
         """Return the tokens with BOS first if the tokenizer itself would put one and the template did not."""
         if self._bos is None or tokens.ids[:1] == [self._bos]:
             return tokens
-        return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [0, *tokens.ends])
+        return _Tokens([self._bos, *tokens.ids], [(0, 0), *tokens.offsets])
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._bos is None else [self._bos, *ids]
@@ -555,8 +570,7 @@ class Encoder:
         No token has characters before and after one of `borders`.
         """
         ids: list[int] = []
-        starts: list[int] = []
-        ends: list[int] = []
+        offsets: list[tuple[int, int]] = []
         base = 0
         for piece, special in self._split(text, borders) if template_specials else [(text, None)]:
             for char, spelled in (restore or {}).items():
@@ -569,14 +583,12 @@ class Encoder:
                 finally:
                     self._backend.encode_special_tokens = False
                 ids += encoding.ids
-                starts += [base + a for a, _ in encoding.offsets]
-                ends += [base + b for _, b in encoding.offsets]
+                offsets += [(base + a, base + b) for a, b in encoding.offsets]
             else:
                 ids.append(special)
-                starts.append(base)
-                ends.append(base + len(piece))
+                offsets.append((base, base + len(piece)))
             base += len(piece)
-        return _Tokens(ids, starts, ends)
+        return _Tokens(ids, offsets)
 
     def _split(self, text: str, borders: Sequence[int]) -> Iterator[tuple[str, int | None]]:
         at = 0
@@ -711,8 +723,8 @@ def _trained_spans(spans: list[tuple[int, int]], messages: Sequence[Message]) ->
 
 def _spans(tokens: _Tokens, at: int) -> bool:
     """Return whether a token has characters before and after the position `at`."""
-    first = bisect_left(tokens.starts, at)
-    return first > 0 and tokens.ends[first - 1] > at
+    first = bisect_left(tokens.offsets, (at,))
+    return first > 0 and tokens.offsets[first - 1][1] > at
 
 
 def _joined(messages: Sequence[Message], tools: str) -> str:

@@ -44,7 +44,7 @@ from rlhf_core.ppo.training.experience import (
 )
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import CriticInputs, Exchange, ExperienceInputs
-from rlhf_core.seeds import derive_seed, epoch_batches
+from rlhf_core.seeds import derive_seed, epoch_batch
 from rlhf_core.types import SFTExample
 
 log = logging.getLogger(__name__)
@@ -230,7 +230,8 @@ class Updater:
         batches = []
         for epoch in range(self._ppo.epochs):
             seed = derive_seed(self._seed, "minibatches", step)
-            for indices in epoch_batches(len(batch), self._ppo.minibatch_size, seed, epoch):
+            for index in range(math.ceil(len(batch) / self._ppo.minibatch_size)):
+                indices = epoch_batch(len(batch), self._ppo.minibatch_size, seed, epoch, index)
                 minibatch = [i for i in indices if scored[i]]
                 # An empty one makes no optimizer step: with zero gradients Adam's moments would still change
                 # the weights.
@@ -340,8 +341,8 @@ class Updater:
         size = min(size, count)
         epoch, index = divmod(number, count // size)
         # The smaller batch at the end of a permutation is never used.
-        batch = epoch_batches(count, size, derive_seed(self._seed, "ptx"), epoch)[index]
-        return [self._demonstrations[i] for i in batch]
+        indices = epoch_batch(count, size, derive_seed(self._seed, "ptx"), epoch, index)
+        return [self._demonstrations[i] for i in indices]
 
 
 def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) -> Metrics:

@@ -36,6 +36,7 @@ from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets
 from rlhf_core.evaluation.statistics import Comparison, failed_sets, regression_differences
 from rlhf_core.evaluation.summary import (
+    Answer,
     ByModel,
     Intervals,
     JudgeFacts,
@@ -138,23 +139,34 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     )
     evaluation = evaluation_json(responses, measured, comparisons, facts, interval, others)
     evaluation["rl_algorithm"] = config.ppo.title
-    # The first ones are not selected, so that they are representative.
-    shown = range(min(config.evaluate.samples, len(scored_answers["sft"])))
-    samples = sample_rows(scored_answers, comparisons, shown)
-    notable = notable_rows(scored_answers, comparisons, policy, _NOTABLE)
     name_of_judge = scoring.judge_name(config, judge)
-    answered = answered_prompts(
-        scored_answers, comparisons, titles_of(config.ppo.title), name_of_judge, _ANSWERED
-    )
+    samples = _shown(config, scored_answers, comparisons, policy, name_of_judge)
     metrics = flat_metrics(evaluation) | agreement
     if language_model is not None:
         metrics |= language_model.metrics()
     record.save(context)
-    write_evaluation(config, context, evaluation, Samples(samples, notable, answered), measured, metrics)
+    write_evaluation(config, context, evaluation, samples, measured, metrics)
     attributes = {"prompts": len(prompts), "judge": name_of_judge, "rl_algorithm": config.ppo.title}
     for name, is_trained_on in facts.trained_on.items():
         attributes[flat_name("judge_trained_on", name)] = is_trained_on
     return StageResult(metrics, attributes | _failed_regression_sets(regression, policies))
+
+
+def _shown(
+    config: PipelineConfig,
+    scored: Mapping[str, Sequence[Answer]],
+    comparisons: Mapping[str, Comparison],
+    policy: str,
+    judge: str,
+) -> Samples:
+    """Return the answers to read. The first ones are not selected, so that they are representative."""
+    first = range(min(config.evaluate.samples, len(scored["sft"])))
+    titles = titles_of(config.ppo.title)
+    return Samples(
+        sample_rows(scored, comparisons, first),
+        notable_rows(scored, comparisons, policy, _NOTABLE),
+        answered_prompts(scored, comparisons, titles, judge, _ANSWERED),
+    )
 
 
 def _add_answers(

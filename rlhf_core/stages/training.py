@@ -38,7 +38,7 @@ from rlhf_core.evaluation.statistics import group_of, win_rate
 from rlhf_core.models.adapters import adapter_off, add_adapter
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.pipeline import StageName
-from rlhf_core.seeds import derive_seed, epoch_batches
+from rlhf_core.seeds import derive_seed, epoch_batch
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.types import PairExample, StageContext
 
@@ -381,8 +381,8 @@ def train_epochs(
         started = time.monotonic()
         # From the step alone, so that a continued training has the batches of an uninterrupted one.
         epoch, index = divmod(step, per_epoch)
-        batches = epoch_batches(len(train), config.batch_size, training.seed, epoch)
-        batch = [train[i] for i in batches[index]]
+        indices = epoch_batch(len(train), config.batch_size, training.seed, epoch, index)
+        batch = [train[i] for i in indices]
         with log_skipped_batch(engine, context, step + 1, batch, objective.table_row):
             metrics = objective.train_step(engine, batch, config, total, training.pad_id)
         failpoint(f"{training.stage}.step")

@@ -146,10 +146,11 @@ def statistics_of_new_rows(champion: Path, folder: Path) -> DataStatistics:
     found = DataStatistics()
     decode, decode_old = load_decoder(folder), load_decoder(champion)
     tokenizers = [(data / "tokenizer" / "tokenizer.json").read_bytes() for data in (champion, folder)]
+    same_tokenizer = tokenizers[0] == tokenizers[1]
 
     def digest(row: Sequence[Any], decode: Callable[[Sequence[int]], str]) -> bytes:
         # With one tokenizer, equal tokens are equal texts, and nothing has to be decoded.
-        return _digest(row if tokenizers[0] == tokenizers[1] else _texts(row, decode))
+        return _digest(row if same_tokenizer else _texts(row, decode))
 
     for name, (file, columns) in _TEXTS.items():
         known: set[bytes] = set()

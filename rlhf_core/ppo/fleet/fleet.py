@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +165,7 @@ class Fleet:
         self,
         settings: PPOSettings,
         device: str,
-        folders: dict[Role, Path | str],
+        folders: Mapping[Role, Path | str],
         pad_id: int,
         monitor: Monitor | None = None,
         nodes: Nodes | None = None,

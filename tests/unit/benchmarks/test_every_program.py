@@ -23,6 +23,7 @@ TESTED_BY = {
     "benchmarks/architectures": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/bfloat16": "unit/benchmarks/test_bfloat16_program.py",
     "benchmarks/comparison": "unit/benchmarks/test_iteration_programs.py",
+    "benchmarks/data_scale": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/driver_scale": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/growth": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/inspect_record": "unit/benchmarks/test_scripted_programs.py",

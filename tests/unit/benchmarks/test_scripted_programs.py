@@ -3,6 +3,7 @@
 - they end with tables that have a row for each case
 - the controller's time is measured for each number of ranks, in a process of its own
 - the pages of a record are measured while its texts are decoded and after that
+- the cost of data is measured for each part
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import architectures, driver_scale, growth, inspect_record, promotion
+from tests.benchmarks import architectures, data_scale, driver_scale, growth, inspect_record, promotion
 
 
 def cells(text: str) -> list[list[str]]:
@@ -58,6 +59,19 @@ def test_the_controller_is_measured_for_each_number_of_ranks(
     # The wait of 600 s at 0.01 CPU seconds a second.
     assert [row[7] for row in rows] == ["6.00"] * 2
     assert "Ray: 250 us a call, 1.0 us a reference" in shown
+
+
+def test_the_cost_of_data_is_measured_for_each_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Tables of 80 columns would fold their cells.
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("FEW_ROWS", "STEPS"):
+        monkeypatch.setattr(data_scale, name, 10)
+    data_scale.main(["--rows", "100"])
+    rows = cells(capsys.readouterr().out)
+    assert [row[0] for row in rows] == ["drift", "steps", "steps", "encode", "encode", "encode"]
+    assert all(float(row[2].split()[0]) > 0 for row in rows)
 
 
 def test_growth_ends_with_its_two_tables(

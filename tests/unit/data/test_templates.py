@@ -14,7 +14,8 @@ Rules:
 - a conversation of thousands of turns takes no longer for each turn than a short one;
 - only answers that are trained are in the mask;
 - an answer that begins with a line feed has the tokens that a policy samples after the prompt;
-- a template may not render much more text than the conversation has.
+- a template may not render much more text than the conversation has;
+- a pair is rendered three times, and its prompt no more where it comes again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_core.data import templates
 from rlhf_core.data.messages import Message
+from rlhf_core.data.rendering import render
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ModelError
@@ -98,6 +101,33 @@ def test_a_template_without_marks_gives_the_mask_of_one_with_them(make_tokenizer
     marks = without.conversation(TALK).mask
     assert 0 < sum(marks) < len(marks)
     assert without.response([ASK], "It is noon.")[1][-1] == without.eos_id
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_pair_and_its_prompt_are_rendered_three_times(
+    marks: bool, make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered = []
+
+    def counting(tokenizer: Any, messages: list[dict[str, Any]], *args: Any) -> Any:
+        rendered.append([each["content"] for each in messages])
+        return render(tokenizer, messages, *args)
+
+    template = SENTENCEPIECE_TEMPLATE if marks else CHATML
+    tokenizer = make_tokenizer() if marks else chatml_tokenizer(make_tokenizer, CHATML)
+    assert ("{% generation %}" in template) == marks
+    encoder = Encoder(tokenizer, "chat", known_prompts=None)
+    monkeypatch.setattr(templates, "render", counting)
+    other = [Message("user", "And the fox?")]
+    # The first prompt has been rendered at the opening, and neutral texts in its form.
+    encoder.response(other, "It plays.")
+    rendered.clear()
+    asked = [Message("user", "Is it noon?")]
+    prompt, _ = encoder.response(asked, "It is.")
+    encoder.response(asked, "No.")
+    assert encoder.prompt(asked) is prompt
+    assert rendered == [["Is it noon?"], ["Is it noon?", "It is."], ["Is it noon?", "No."]]
+    assert encoder.prompt(other) and len(rendered) == 3
 
 
 def test_eos_after_the_marks_is_learned_too_and_a_missing_one_is_added(

@@ -117,6 +117,25 @@ def test_new_rows_among_many_old_ones_are_compared_alone(tmp_path: Path) -> None
     assert all(drift.value is not None and drift.value < 0.05 for drift in same_kind.values())
 
 
+def test_the_tokenizers_are_compared_once_for_any_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparisons = []
+
+    class Content(bytes):
+        def __eq__(self, other: object) -> bool:
+            comparisons.append(other)
+            return super().__eq__(other)
+
+        __hash__ = bytes.__hash__
+
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: Content(read_bytes(path)))
+    folder = data_artifact(tmp_path, TEXTS)
+    assert statistics_of_new_rows(folder, folder).rows == {}
+    assert len(comparisons) == 1
+
+
 def test_changes_are_named_with_their_shares() -> None:
     before = DataStatistics(sources={"sft": Counter(a=3, b=1)})
     after = DataStatistics(sources={"sft": Counter(a=1, c=3)})

@@ -66,7 +66,7 @@ def test_each_file_is_read_as_what_it_was_given_for(tmp_path: Path, base: str) -
 
 
 def test_a_judge_is_trained_with_half_of_the_pairs_where_these_are_enough(tmp_path: Path, base: str) -> None:
-    row = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}
+    row: dict[str, object] = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}
     for count, expected in ((PAIRS_OF_TWO - 1, False), (PAIRS_OF_TWO, True)):
         write(tmp_path, "pairs.jsonl", *[row] * count)
         config = loaded(tmp_path, Given(base, "ppo", pairs="pairs.jsonl"))

@@ -1,0 +1,211 @@
+"""Cost of data by the number of its rows, in CPU seconds: `python -m tests.benchmarks.data_scale [PART ...]`.
+
+drift    comparing a data artifact with that of the champion, `--rows` rows in each of three sets
+steps    an optimizer step of SFT without its model, of 10,000 and of `--rows` rows
+encode   the stage `data` from the first rows that are encoded to the last ones, next to `encode_batch` of
+         tokenizers for the same conversations and prompts, rendered before
+
+Texts are sentences of this documentation in random order, prompts of about 100 tokens and responses of 180.
+`--tokenizer` is a folder with a tokenizer and its chat template; the default is trained on the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import config_from_tree
+from rlhf_core.config.training import SFTConfig
+from rlhf_core.data import prepare
+from rlhf_core.data.sources import source_contents
+from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
+from rlhf_core.models.batching import TokenSequence
+from rlhf_core.ops.drift.measures import statistics_of_new_rows
+from rlhf_core.stages.training import Objective, Training, train_epochs
+from rlhf_core.testing.data import write_data_artifact
+from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
+from rlhf_core.types import PairExample, PromptExample, SFTExample
+
+DOCS = Path(__file__).parents[2] / "docs"
+STEPS = 200
+"""Measured optimizer steps."""
+FEW_ROWS = 10_000
+
+
+def texts(seed: int, sentences: int) -> Iterator[str]:
+    """Yield texts without end."""
+    pages = " ".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
+    found = [part.strip() for part in re.split(r"(?<=[.:])\s+", pages) if 20 < len(part) < 200]
+    rng = random.Random(seed)
+    while True:
+        yield " ".join(rng.choices(found, k=rng.randint(sentences // 2, sentences * 3 // 2)))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of all threads of this process."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def tokenizer_of(folder: Path | None) -> Any:
+    """Return the tokenizer of the option."""
+    if folder is not None:
+        return load_tokenizer(str(folder), None)
+    source = texts(0, 8)
+    return train_tokenizer([next(source) for _ in range(200)], 2048)
+
+
+# -- parts --
+
+
+def drift(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Compare a data artifact with itself."""
+    prompts, answers = texts(1, 4), texts(2, 8)
+    sft, pairs, asked = [], [], []
+    for number in range(rows):
+        prompt = tuple(tokenizer.encode(next(prompts)))
+        chosen, rejected = tuple(tokenizer.encode(next(answers))), tuple(tokenizer.encode(next(answers)))
+        mask = (0,) * len(prompt) + (1,) * len(chosen)
+        sft.append(SFTExample(prompt + chosen, mask))
+        pairs.append(PairExample(str(number), f"prompt {number}", prompt, chosen, rejected))
+        asked.append(PromptExample(str(number), f"prompt {number}", prompt))
+    data = write_data_artifact(folder / "data", sft=sft, pairs=pairs, prompts=asked, tokenizer=tokenizer)
+    size = (data / "tokenizer" / "tokenizer.json").stat().st_size / 1e6
+    seconds = seconds_of(lambda: statistics_of_new_rows(data, data))
+    return [(f"3 x {rows} rows, tokenizer.json of {size:.1f} MB", f"{seconds:.2f} s")]
+
+
+class Enough(Exception):
+    """The measured steps are done."""
+
+
+def steps(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Make optimizer steps. The first one, which makes the order of its epoch, does not count."""
+    found = []
+    for count in (FEW_ROWS, rows):
+        begun: list[float] = []
+
+        def step(*_args: Any, begun: list[float] = begun) -> dict[str, float]:
+            begun.append(time.process_time())
+            if len(begun) > STEPS:
+                raise Enough
+            return {}
+
+        objective: Objective[TokenSequence, SFTConfig] = Objective(
+            step, lambda *_: {}, lambda row: len(row.input_ids), lambda _: {}
+        )
+        config = SFTConfig.model_validate({"batch_size": 128, "epochs": 8, "eval_every": 10**9})
+        train = [TokenSequence((1, 2), (0, 1))] * count
+        with single_rank():
+            try:
+                training = Training("sft", 0, 0, folder, None)
+                train_epochs(ScriptedTrainer(), train, [], config, training, objective)
+            except Enough:
+                pass
+        each = (begun[-1] - begun[1]) / (len(begun) - 2)
+        found.append((f"one step of {count} rows", f"{1000 * each:.3f} ms"))
+    return found
+
+
+def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Encode demonstrations, pairs and prompts of pairs, as the stage `data` does."""
+    prompts, answers = texts(1, 4), texts(2, 8)
+    demonstrations, pairs = [], []
+    for _ in range(rows):
+        demonstrations.append({"prompt": next(prompts), "completion": next(answers)})
+        pairs.append({"prompt": next(prompts), "chosen": next(answers), "rejected": next(answers)})
+    for name, set_ in (("sft", demonstrations), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in set_))
+    tokenizer.save_pretrained(folder / "model")
+    config = configuration(folder)
+    times: list[tuple[int, float]] = []
+    (folder / "out").mkdir()
+    prepared = prepare.read_and_encode(
+        config,
+        folder / "out",
+        lambda done, _total: times.append((done, time.process_time())),
+        source_contents(config),
+    )
+    first, last = times[0], times[-1]
+    rate = (last[0] - first[0]) / (last[1] - first[1])
+    conversations = list(rendered(prepared.encoder.tokenizer, demonstrations, pairs))
+    backend = prepared.encoder.tokenizer.backend_tokenizer
+    seconds = 0.0
+    for start in range(0, len(conversations), 256):
+        part = conversations[start : start + 256]
+        seconds += seconds_of(partial(backend.encode_batch, part, add_special_tokens=False))
+    alone = 3 * rows / seconds
+    return [
+        (f"stage data, 3 x {rows} rows", f"{rate:.0f} rows/s"),
+        ("encode_batch", f"{alone:.0f} rows/s"),
+        ("cost of the stage", f"{alone / rate:.2f} x"),
+    ]
+
+
+def configuration(folder: Path) -> PipelineConfig:
+    """Return a configuration whose prompts are those of its pairs."""
+    pairs, model = str(folder / "pairs.jsonl"), folder / "model"
+    model_config = {"model_type": "llama", "max_position_embeddings": 8192, "vocab_size": 2**20}
+    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **model_config}))
+    sets = {"sft": [str(folder / "sft.jsonl")], "preference": [pairs], "prompts": [pairs]}
+    return config_from_tree({"model": {"path": str(model)}, "data": sets})
+
+
+def rendered(
+    tokenizer: Any, demonstrations: Sequence[dict[str, str]], pairs: Sequence[dict[str, str]]
+) -> Iterator[str]:
+    """Yield the conversations of all rows, and the prompts of the pairs."""
+
+    def render(prompt: str, answer: str | None) -> str:
+        messages = [{"role": "user", "content": prompt}]
+        messages += [] if answer is None else [{"role": "assistant", "content": answer}]
+        template = {"tokenize": False, "add_generation_prompt": answer is None}
+        return str(tokenizer.apply_chat_template(messages, **template))
+
+    for row in demonstrations:
+        yield render(row["prompt"], row["completion"])
+    for row in pairs:
+        yield from (render(row["prompt"], row["chosen"]), render(row["prompt"], row["rejected"]))
+        yield render(row["prompt"], None)
+
+
+PARTS = {part.__name__: part for part in (drift, steps, encode)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the parts, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--rows", type=int, default=2000, help="rows of each set (default 2000)")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer")
+    args = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    tokenizer = tokenizer_of(args.tokenizer)
+    table = Table(title="CPU seconds of this process")
+    for column in ("part", "what", "cost"):
+        table.add_column(column, justify="right" if column == "cost" else "left")
+    for name in args.parts or PARTS:
+        with tempfile.TemporaryDirectory() as folder:
+            for what, cost in PARTS[name](args.rows, tokenizer, Path(folder)):
+                table.add_row(name, what, cost)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
