@@ -34,9 +34,8 @@ from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
 from rlhf_core.evaluation.prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets
-from rlhf_core.evaluation.statistics import Comparison, failed_sets, regression_differences
+from rlhf_core.evaluation.statistics import Answer, Comparison, failed_sets, regression_differences
 from rlhf_core.evaluation.summary import (
-    Answer,
     ByModel,
     Intervals,
     JudgeFacts,
