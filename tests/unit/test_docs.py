@@ -58,6 +58,9 @@ NEED_ARGUMENTS = (
     "serve",
     "chat",
     "publish",
+    "rescore",
+    "replay",
+    "blame",
 )
 REFUSED_ON_PURPOSE = "sft.optimzer"
 """The README shows the message for this misspelled field."""
