@@ -76,7 +76,8 @@ def stage_work(
             steps *= section.members
         # The longest pass has room for texts, also if the set has none.
         a_token = steps * seconds[stage] / largest_pass(config, stage).longest
-        full, median = (a_token * _length(table, name, of) for of in ("tokens", "p50"))
+        full = a_token * _length(table, name, "tokens")
+        median = a_token * _length(table, name, "p50")
         work.append(StageWork(stage, what, rows, steps, full, min(full, median)))
     if config.ppo.enabled:
         prompts, steps = _training_rows(config, table, "prompts"), config.ppo.steps
