@@ -120,7 +120,7 @@ class PPOConfig(PackedSection):
     """Critic ranks"""
     lora: LoraConfig | None = result(None)
     """Train adapters of policy and critic (and its head) only; the reference is then the policy without its
-    adapter; null: all parameters
+    adapter, or `teacher`; null: all parameters
     """
     reference_ranks: PositiveInt = rounding(1, within=RANKS)
     """Reference workers; not used if the reference is colocated with the policy"""
@@ -253,7 +253,7 @@ class PPOConfig(PackedSection):
     """
     max_kl: PositiveFloat | None = execution(None)
     """If the KL per response is above this for three consecutive steps, the run stops; null: 5 times
-    `kl.target`, or 100 without a target
+    `kl.target`, or 100 without a target, or no limit with a `teacher`
     """
     guards: dict[GuardName, GuardAction] = execution({})
     """What a condition does that indicates a failing training run ([guards](diagnose.md)): `warn`, which is
@@ -396,7 +396,10 @@ class PPOConfig(PackedSection):
         """`max_kl`, or the default derived from the target."""
         if self.max_kl is not None:
             return self.max_kl
-        return 5 * self.kl.target if self.kl.target else 100.0
+        if self.kl.target:
+            return 5 * self.kl.target
+        # The KL to a teacher is large before the training.
+        return 100.0 if self.teacher is None else math.inf
 
     @property
     def evaluation_interval(self) -> int | None:

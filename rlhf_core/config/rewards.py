@@ -231,7 +231,7 @@ class ExternalReward(RewardSource):
     """
     pure: bool = execution(True)
     """Whether a response always gets the same value. `false`: replies of a language model are not kept, and
-    `rlhf rescore` says that its values can differ from those of the run
+    [rescoring](rescore.md) says that its values can differ from those of the run
     """
     smoke: tuple[SmokeRow, ...] = execution(())
     """Responses with known values. They are scored before all others, and a wrong value is an error that

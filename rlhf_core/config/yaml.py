@@ -125,6 +125,12 @@ def dump(tree: Mapping[str, Any]) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
+def quoted(text: str) -> str:
+    """Return a text as it is written within one line of YAML: in quotes if it is no text without them."""
+    # As the only item of a list: `[text]` and a line feed.
+    return yaml.dump([text], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=2**31)[1:-2]
+
+
 class _Dumper(yaml.SafeDumper):
     """`SafeDumper` that quotes texts such as `1e3`, which YAML 1.1 does not take for numbers."""
 

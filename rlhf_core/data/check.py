@@ -36,7 +36,7 @@ from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.data.tokenizer import require_same_tokens
 from rlhf_core.errors import ConfigError, DataError, Finding, InputError, ModelError, guarded
-from rlhf_core.models.check import length_limits
+from rlhf_core.models.check import further_length_problems, length_limits
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.files import exists
 from rlhf_core.types import PromptExample
@@ -275,7 +275,9 @@ def _chat_template(path: str) -> Iterator[Finding]:
 
 
 def check_further_model(config: PipelineConfig, model: BaseModelAddress) -> Iterator[Finding]:
-    """Check that the model of a judge or teacher exists and has the tokens of a local `model.path`."""
+    """Check that the model of a judge or teacher exists, has the tokens of a local `model.path`, and has
+    enough positions.
+    """
     base = config.model.path
     if model.is_hub:
         yield from model.unpinned()
@@ -286,6 +288,7 @@ def check_further_model(config: PipelineConfig, model: BaseModelAddress) -> Iter
             f" {model.path}, which has no config.json; correct it, or leave it out"
         )
         return
+    yield from further_length_problems(config, model)
     if base is not None and not is_reference(base) and not is_hub_model(base):
         try:
             require_same_tokens(model, Path(base))

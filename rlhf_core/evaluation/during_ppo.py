@@ -1,6 +1,6 @@
 """Evaluation of the policy during PPO, with the engines and models of the training.
 
-    held-out prompts -> engines -> one response each -> reward, judge, true reward; KL to the SFT model
+    held-out prompts -> engines -> one response each -> reward, judge, true reward; KL to the reference
 
 The prompts are the last `ppo.evaluate_prompts` held-out ones, because those of the evaluation and the match
 must not choose the policy (`evaluation.prompts`). The seed of a response depends on `run.seed`, the

@@ -171,7 +171,7 @@ def training_curves(history: StepMetrics) -> Any:
     _line(bottom, step, history.column("objective/kl"), KL, "KL")
     _read_lines(top, [f"step {number:g}" for number in step])
     _read_lines(bottom, [f"step {number:g}" for number in step])
-    _label(bottom, "Distance from the SFT model", "step", "KL (nats per response)")
+    _label(bottom, "Distance from the reference", "step", "KL (nats per response)")
     return figure
 
 
@@ -282,7 +282,7 @@ def reward_against_kl(history: StepMetrics) -> Any:
             axes.plot(distance, values, "o-", color=color, markersize=4, linewidth=0.6, label=label)
     _read_lines(axes, _steps_with_kl(history.column("step"), history.column("objective/kl")))
     _legend(axes, "best")
-    _label(axes, "Reward against KL", "square root of KL to the SFT model", "mean per response")
+    _label(axes, "Reward against KL", "square root of KL to the reference", "mean per response")
     return figure
 
 
@@ -318,7 +318,7 @@ def evaluation_curves(
         right.axvline(math.sqrt(max_kl), color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="largest KL")
     _legend(left, "best")
     _label(left, "Held-out prompts during training", "step", "mean per response")
-    _label(right, "Frontier", "square root of KL to the SFT model", "mean per response")
+    _label(right, "Frontier", "square root of KL to the reference", "mean per response")
     return figure
 
 

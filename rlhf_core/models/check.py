@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.address import base_of, is_hub_model
-from rlhf_core.config.data import Limits
+from rlhf_core.config.address import MODEL_PATH, TEACHER_PATH, BaseModelAddress, base_of, is_hub_model
+from rlhf_core.config.data import Limits, fitted_limits
 from rlhf_core.config.pipeline import CPU_HEAD_SIZES, PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.redact import shown
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
-from rlhf_core.models.folder import BadHeader, ModelFolder, UnreadableJSON, read_header
-from rlhf_core.models.shape import tiny_shape
+from rlhf_core.models.folder import BadHeader, ModelFolder, UnreadableJSON, config_of_base, read_header
+from rlhf_core.models.shape import text_settings, tiny_shape
 from rlhf_core.system.files import exists
 from rlhf_core.system.machine import machine
 
@@ -90,34 +90,46 @@ def longest_sequence(limits: Limits) -> int:
     return limits.prompt + max(limits.response, limits.new)
 
 
+def further_length_problems(config: PipelineConfig, base: BaseModelAddress) -> Iterator[ConfigError]:
+    """Yield the errors if the sequences that a judge or teacher reads are too long for it. Limits that are
+    null count as 1. Raises ModelError if its config.json cannot be read.
+    """
+    limits = fitted_limits(config.given_limits, Limits(1, 1, 1, 1), 2**31)
+    longest = limits.prompt + limits.new if base.field == TEACHER_PATH else longest_sequence(limits)
+    settings = text_settings(config_of_base(base))
+    yield from length_problems(base.path, settings, longest, config.model.attention, base.field)
+
+
 def length_problems(
-    model: str, settings: Mapping[str, Any], tokens: int, attention: str
+    model: str, settings: Mapping[str, Any], tokens: int, attention: str, field: str = MODEL_PATH
 ) -> Iterator[ConfigError]:
-    """Yield the errors if sequences of `tokens` are too long for the model of `settings`, a config.json."""
+    """Yield the errors if sequences of `tokens` are too long for the model of `settings`, a config.json.
+    `field` is that of its path.
+    """
     fix = "lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens"
     longest = f"the longest prompt and response are {tokens}"
-    for field, limit in length_limits(settings, attention).items():
+    for name, limit in length_limits(settings, attention).items():
         if limit >= tokens:
             continue
-        match field:
+        match name:
             case "max_position_embeddings":
-                problem = f"{longest} tokens, but {model} has a context of {limit} ({field}); {fix}"
+                problem = f"{longest} tokens, but {model} has a context of {limit} ({name}); {fix}"
             case "original_max_position_embeddings":
                 problem = (
                     f"{model} has positions of type longrope. If one sequence of a batch is longer than"
-                    f" {limit} tokens ({field}), all sequences get other positions; {longest}; {fix}"
+                    f" {limit} tokens ({name}), all sequences get other positions; {longest}; {fix}"
                 )
             case "attention_chunk_size":
                 problem = (
-                    f"{model} attends within chunks of {limit} tokens ({field}), which {attention} does not"
+                    f"{model} attends within chunks of {limit} tokens ({name}), which {attention} does not"
                     f" compute here, but {longest}; {fix}, or set model.attention=eager"
                 )
             case _:
                 problem = (
-                    f"{model} attends to a window of {limit} tokens ({field}), but {longest}; {fix}, or set"
+                    f"{model} attends to a window of {limit} tokens ({name}), but {longest}; {fix}, or set"
                     " model.attention=eager"
                 )
-        yield ConfigError(f"model.path: {problem}")
+        yield ConfigError(f"{field}: {problem}")
 
 
 def length_limits(settings: Mapping[str, Any], attention: str) -> dict[str, int]:

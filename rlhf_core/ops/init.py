@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -11,6 +9,7 @@ from typing import Literal, NamedTuple
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import SetName, Source
 from rlhf_core.config.schema import FILE
+from rlhf_core.config.yaml import quoted
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, first_rows, list_files
 from rlhf_core.data.formats import Record
@@ -94,8 +93,8 @@ def configuration(given: Given, name: str) -> str:
         [
             f"# yaml-language-server: $schema={FILE}",
             f"# {given.goal.upper()} of {given.model}",
-            f"run: {{name: {_text(name)}}}",
-            f"model: {{path: {_text(given.model)}}}",
+            f"run: {{name: {quoted(name)}}}",
+            f"model: {{path: {quoted(given.model)}}}",
             "",
             *_data(given, seen),
             "",
@@ -160,26 +159,21 @@ def _data(given: Given, seen: _Seen) -> Iterator[str]:
     if seen.thoughts:
         yield "  thoughts: keep     # the answers have thoughts; drop leaves them out"
     if given.sft is not None:
-        yield f"  sft: [{{path: {_text(given.sft)}}}]"
+        yield f"  sft: [{{path: {quoted(given.sft)}}}]"
     elif given.pairs is not None and not _is_start(given):
-        yield f"  sft: [{{path: {_text(given.pairs)}}}]  # the chosen responses: none were given"
+        yield f"  sft: [{{path: {quoted(given.pairs)}}}]  # the chosen responses: none were given"
     if given.pairs is not None:
-        yield f"  preference: [{{path: {_text(given.pairs)}}}]"
+        yield f"  preference: [{{path: {quoted(given.pairs)}}}]"
     else:
         yield "  preference: []"
     prompts = given.prompts or given.pairs or given.sft or ""
     note = "" if given.prompts else "      # the prompts of these rows: no file of prompts was given"
-    yield f"  prompts: [{{path: {_text(prompts)}}}]{note}"
+    yield f"  prompts: [{{path: {quoted(prompts)}}}]{note}"
 
 
 def _leaves_tools_out(given: Given, seen: _Seen) -> bool:
     """Return whether the rows have tools, which the template of the model, a local one, does not name."""
     return seen.tools and exists(given.model) and "tools" not in ModelFolder(given.model).chat_template
-
-
-def _text(path: str) -> str:
-    """Return a path or a name as YAML, in quotes if it needs them, as a date does."""
-    return path if re.fullmatch(r"[A-Za-z./][\w./:@-]*", path) else json.dumps(path)
 
 
 def _stages(given: Given, seen: _Seen) -> Iterator[str]:

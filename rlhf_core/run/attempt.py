@@ -144,7 +144,7 @@ def _run_with_fence(
 def _on_this_host(spec: StageSpec, store: Store) -> StageSpec:
     """Fetch the base models of a job, and return its spec with their folders on this host.
 
-    `data` reads all files of `model.path`. For `sft` and `judge`, hosts with ranks fetch the weights
+    `data` reads all files of `model.path`. For `sft`, `judge` and `ppo`, hosts with ranks fetch the weights
     (`ClusterNodes.join`). Other stages read no weights.
     """
     if not spec.base_models:

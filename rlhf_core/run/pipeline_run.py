@@ -70,8 +70,8 @@ log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 5.0
 """Progress is recorded at most this often."""
 _MAX_TAG_LENGTH = 4500
-_GUARDS = "guards raised"
 """MLflow allows 5000 characters."""
+_GUARDS = "guards raised"
 
 
 class PipelineRun:
@@ -120,6 +120,10 @@ class PipelineRun:
         """`stage` and `log` of the stage that is being made."""
         self.remarks: dict[str, str] = {}
         """What no artifact has and the report says: the guards that PPO raised in this run, and the drift."""
+        self._raised: dict[str, str] = {}
+        """Step in which each of these guards was raised first."""
+        self._unseen: str | None = None
+        """Note about the steps of PPO that an earlier process has made; None: PPO has not begun here."""
         self.next_stage = NextStage()
         self._progress_recorded = -PROGRESS_SECONDS
         """When progress was last recorded, by the monotonic clock."""
@@ -240,11 +244,14 @@ class PipelineRun:
 
     def record_start(self, stage: StageName, log_file: Path) -> None:
         """Record that a stage is being made, for `rlhf status`."""
-        # A retry within this run keeps the tags of earlier attempts.
-        if stage == "ppo" and self.current_stage.get("stage") != "ppo":
+        if stage == self.current_stage.get("stage"):
+            # A retry within this run keeps the tags of earlier attempts, and goes on where they were.
+            self.record_resumed(stage, 0)
+        elif stage == "ppo":
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
             self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
-            self.remarks[_GUARDS] = "none"
+            self._raised, self._unseen = {}, None
+            self._note_guards()
         self.home.progress(self.name).unlink(missing_ok=True)  # of an earlier attempt
         self.current_stage = {"stage": stage, "log": str(log_file)}
         self.save_state("running")
@@ -268,9 +275,20 @@ class PipelineRun:
         self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
         kind, _, guard = name.partition(".")
         if kind == "guard":
-            earlier = self.remarks.get(_GUARDS, "none")
-            raised = f"{guard} ({message.partition(':')[0]})"
-            self.remarks[_GUARDS] = raised if earlier == "none" else f"{earlier}, {raised}"
+            self._raised.setdefault(guard, message.partition(":")[0])
+            self._note_guards()
+
+    def record_resumed(self, stage: StageName, step: int) -> None:
+        """Record that the training continues after `step`. In the first attempt of this process, it is not
+        known which guards the steps before have raised.
+        """
+        if stage == "ppo" and self._unseen is None:
+            self._unseen = f"; not known up to step {step}" if step else ""
+            self._note_guards()
+
+    def _note_guards(self) -> None:
+        raised = ", ".join(f"{name} ({step})" for name, step in self._raised.items())
+        self.remarks[_GUARDS] = (raised or "none") + (self._unseen or "")
 
     def runs_elsewhere(self) -> bool:
         """Return whether another process of this host, which is alive, continues this run."""

@@ -86,6 +86,8 @@ def get_or_run_stage(
             if event["event"] == "progress":
                 event = {**event, "left": pace.left(event)}  # the executor keeps its own
                 run.record_progress(stage, event)
+            if event["event"] == "resumed":
+                run.record_resumed(stage, event["step"])
             for kind in ("guard", "advice"):
                 if event["event"] == "warning" and kind in event:
                     run.tag_message(f"{kind}.{event[kind]}", event["message"])

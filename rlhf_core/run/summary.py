@@ -78,8 +78,11 @@ def _accuracies(ref: ArtifactRef) -> dict[str, Any] | None:
 
 
 def _implicit_rewards(ref: ArtifactRef) -> dict[str, Any] | None:
-    found = _present(ref.metrics, ("rewards/chosen", "rewards/rejected", "accuracy", "margin"))
-    return {name.removeprefix("rewards/"): value for name, value in found.items()} or None
+    names = ("rewards/chosen", "rewards/rejected", "accuracy", "margin")
+    found = _present(ref.metrics, names)
+    if len(found) < len(names):
+        return None
+    return {name.removeprefix("rewards/"): value for name, value in found.items()}
 
 
 def _sampled(ref: ArtifactRef) -> dict[str, Any]:

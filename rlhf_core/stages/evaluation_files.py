@@ -116,7 +116,7 @@ def _figures(history: plots.StepMetrics, distribution: CaptionedFigure) -> list[
         by_step = CaptionedFigure(
             "reward_and_kl_by_step",
             "Reward and KL by step",
-            "Mean score of the rollout batches, and how far the policy has moved from the SFT model.",
+            "Mean score of the rollout batches, and the KL of the policy to its reference.",
             plots.training_curves(history),
         )
         against_kl = CaptionedFigure(
@@ -190,6 +190,8 @@ def _report(
         del sections["dpo"]
     if config.ppo.enabled:
         trained = {f"{config.ppo.title} steps": str(config.ppo.steps)}
+        if config.ppo.teacher is not None:
+            trained["teacher"] = config.ppo.teacher.path
     else:
         trained = {"DPO": config.dpo.description}
     lineage = []

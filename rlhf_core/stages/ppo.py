@@ -16,7 +16,7 @@ from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
 from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
-from rlhf_core.data.tokenizer import Decoder, load_decoder, require_same_tokens
+from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
@@ -32,7 +32,7 @@ from rlhf_core.rewards.compose import code_digests
 from rlhf_core.rewards.python_function import read_code
 from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.stages.training import fetch_base
+from rlhf_core.stages.training import fetch_base, require_usable
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.types import StageContext, StageResult, prefixed
@@ -64,8 +64,7 @@ def run(
     """
     agreement = check_language_model_rewards(config, context, "ppo")
     fetch_base(config, context, "ppo")
-    if (teacher := base_of(config, "ppo")) is not None:
-        require_same_tokens(teacher, context.data / "tokenizer")
+    require_usable(config, context, "ppo")
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.data)
     fleet = make_fleet(config, context, device, decoder.pad)

@@ -26,7 +26,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
-from rlhf_core.data.tokenizer import load_decoder, require_same_tokens
+from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.evaluation.exchanged_prompts import exchange_pairs
 from rlhf_core.models.batching import TokenSequence, collate, to_device
@@ -51,6 +51,7 @@ from rlhf_core.stages.training import (
     micro_batches,
     own_micro_batches,
     pair_tokens,
+    require_usable,
     step_metrics,
     table_row,
     train_epochs,
@@ -83,10 +84,8 @@ def run_judge(config: PipelineConfig, context: StageContext) -> StageResult:
 
 def _run(config: PipelineConfig, context: StageContext, stage: StageName) -> StageResult:
     """Train the reward model of either stage, `reward` or `judge`."""
-    base = base_of(config, stage)
     fetch_base(config, context, stage)
-    if base is not None:
-        require_same_tokens(base, context.data / "tokenizer")
+    require_usable(config, context, stage)
     metrics = train_on_ranks(_train, _settings(config, stage), config, context, stage)
     return finish(config, context, stage, metrics)
 

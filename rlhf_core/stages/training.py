@@ -28,6 +28,7 @@ from rlhf_core.data.card import sources_of_models
 from rlhf_core.data.dataset import load_pairs
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import model_digest, require_unchanged
+from rlhf_core.data.tokenizer import require_same_tokens
 from rlhf_core.engines import checkpointing
 from rlhf_core.engines.checkpointing import log_skipped_batch
 from rlhf_core.engines.deepspeed import TrainingEngine
@@ -36,6 +37,7 @@ from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.statistics import group_of, win_rate
 from rlhf_core.models.adapters import adapter_off, add_adapter
+from rlhf_core.models.check import further_length_problems
 from rlhf_core.models.packing import plan_ranks
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed, epoch_batch
@@ -136,6 +138,18 @@ def fetch_base(config: PipelineConfig, context: StageContext, stage: StageName) 
         fetch_model(base.path, base.revision)
     digest = model_digest(base.path, base.revision)
     require_unchanged({base.digest_name: digest}, context.sources, config)
+
+
+def require_usable(config: PipelineConfig, context: StageContext, stage: StageName) -> None:
+    """Raise ModelError or ConfigError if the judge's base model or the teacher cannot read the data: it has
+    other tokens than the policy, or too few positions.
+    """
+    base = base_of(config, stage)
+    if base is None:
+        return
+    require_same_tokens(base, context.data / "tokenizer")
+    for problem in further_length_problems(config, base):
+        raise problem
 
 
 @dataclass(frozen=True)

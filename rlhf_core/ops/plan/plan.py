@@ -456,7 +456,7 @@ def _say_rows(plan: Plan, console: Console, say: Say) -> None:
         return
     table = Table("stage", "trains on", "steps", "a step", "in all")
     for work in plan.work:
-        times = (duration(plan.steps[work.stage]), duration(work.seconds))
+        times = (duration(work.seconds / max(1, work.steps)), duration(work.seconds))
         table.add_row(work.stage, f"{work.rows:,} {work.what}", f"{work.steps:,}", *times)
     say(table)
     least, most = map(duration, plan.whole)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
@@ -37,7 +37,7 @@ class StageWork:
     rows: int
     steps: int
     seconds: float
-    """Estimated time of all steps, if every sequence has the maximum length."""
+    """Estimated time of all steps, if every sequence has the maximum length of its set."""
     at_median: float
     """The same, if every row has the median length of the first ones."""
 
@@ -74,24 +74,28 @@ def stage_work(
         steps = section.epochs * math.ceil(rows / section.batch_size)
         if isinstance(section, RewardConfig):
             steps *= section.members
-        every = steps * seconds[stage]
-        shorter = min(1.0, _median(table, name) / largest_pass(config, stage).longest)
-        work.append(StageWork(stage, what, rows, steps, every, every * shorter))
+        # The longest pass has room for texts, also if the set has none.
+        a_token = steps * seconds[stage] / largest_pass(config, stage).longest
+        full = a_token * _length(table, name, "tokens")
+        median = a_token * _length(table, name, "p50")
+        work.append(StageWork(stage, what, rows, steps, full, min(full, median)))
     if config.ppo.enabled:
         prompts, steps = _training_rows(config, table, "prompts"), config.ppo.steps
         every = steps * seconds[PPO]
         # The policy is taken to answer as long as the rows.
         responses = [row["p50"] for row in _lengths(table) if row["field"] == RESPONSE]
         sampled = min([config.limits.new, *responses])
-        shorter = min(1.0, (_median(table, "prompts") + sampled) / config.max_sequence_tokens)
+        shorter = min(1.0, (_length(table, "prompts", "p50") + sampled) / config.max_sequence_tokens)
         work.append(StageWork(PPO, "prompts", prompts, steps, every, every * shorter))
     return work
 
 
-def _median(table: DataTable, name: SetName) -> int:
-    """Return the tokens of a row of a set: of its prompt and response, or of its text if that is longer."""
-    medians: dict[str, int] = {row["field"]: row["p50"] for row in _lengths(table) if row["set"] == name}
-    return max(medians.get(TEXT, 0), medians.get(PROMPT, 0) + medians.get(RESPONSE, 0))
+def _length(table: DataTable, name: SetName, of: Literal["p50", "tokens"]) -> int:
+    """Return the tokens of a row of a set with the median or the largest lengths: of its prompt and response,
+    or of its text if that is longer.
+    """
+    lengths: dict[str, int] = {row["field"]: row[of] for row in _lengths(table) if row["set"] == name}
+    return max(lengths.get(TEXT, 0), lengths.get(PROMPT, 0) + lengths.get(RESPONSE, 0))
 
 
 def _lengths(table: DataTable) -> list[dict[str, Any]]:

@@ -215,18 +215,18 @@ def sampling_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware,
 
 
 def evaluation_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> float:
-    """Return the time of the evaluation: each model samples a response to each prompt, and the models of the
-    KL and the reward model read all of them.
+    """Return the time of the evaluation: each model samples its responses to each prompt, and the models of
+    the KL and the reward model read all of them.
     """
     models = 1 + sum(is_enabled(config, policy) for policy in POLICIES)
-    responses = models * config.evaluate.prompts
+    responses = models * config.evaluate.prompts * config.evaluate.answers_per_prompt
     return _evaluating(config, shape, hardware, responses, config.evaluate.engines, config.evaluate.ranks)
 
 
 def evaluations_during_ppo(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> float:
     """Return the time of all evaluations that PPO makes of its policy."""
     ppo = config.ppo
-    if ppo.evaluation_interval is None:
+    if not ppo.enabled or ppo.evaluation_interval is None:
         return 0.0
     one = _evaluating(
         config, shape, hardware, ppo.evaluate_prompts, ppo.engine.count, ppo.policy_deepspeed.ranks

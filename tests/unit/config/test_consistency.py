@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,7 @@ def test_the_horizon_lets_the_coefficient_change_by_one_percent_a_step() -> None
 
 
 def test_the_limit_of_the_kl_follows_its_target() -> None:
+    assert ppo(teacher={"path": "./teacher"}).kl_limit == math.inf
     assert [ppo(kl=TARGET).kl_limit, ppo().kl_limit, ppo(kl=TARGET, max_kl=7.0).kl_limit] == [
         30.0,
         100.0,

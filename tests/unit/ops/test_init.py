@@ -111,7 +111,7 @@ def test_a_path_with_signs_of_yaml_is_quoted(tmp_path: Path, base: str) -> None:
 
 
 def test_a_name_that_is_a_date_or_a_number_is_a_text(base: str) -> None:
-    for name in ("2026-11-29", "1", "my"):
+    for name in ("2026-11-29", "1", "my", "no", "null", ".5", "v1:"):
         assert (
             yaml.safe_load(configuration(Given(base, "ppo", pairs="pairs.jsonl"), name))["run"]["name"]
             == name

@@ -132,6 +132,18 @@ def test_the_time_of_a_run_has_its_starts_and_evaluations_and_a_range_by_length(
     alone = make_plan(path, ["ppo.enabled=false", "dpo.enabled=true", "register.policy=dpo"], rows=1000)
     assert list(plan.starts) == [16, 80], "six stages, and the ranks and engines of PPO"
     assert list(alone.starts) == [6, 30], "DPO starts no others"
+    # Two models again, and no evaluation of PPO.
+    assert alone.evaluations == pytest.approx(without.evaluations)
+    answers = make_plan(path, ["ppo.evaluate_every=0", "evaluate.answers_per_prompt=4"], rows=1000)
+    assert answers.evaluations == pytest.approx(4 * without.evaluations, rel=0.25)
+
+
+def test_rows_without_texts_do_not_take_the_time_of_texts(tmp_path: Path) -> None:
+    path = config_of(tmp_path)
+    plans = [make_plan(path, [f"data.max_text_tokens={limit}"], rows=1000) for limit in (50, 250)]
+    short, long = ({work.stage: work.seconds for work in plan.work} for plan in plans)
+    assert plans[1].steps["sft"] > 2 * plans[0].steps["sft"], "a batch could have longer texts"
+    assert long["sft"] == pytest.approx(short["sft"], rel=0.2)
 
 
 def test_what_ends_the_stage_data_ends_the_plan(tmp_path: Path) -> None:

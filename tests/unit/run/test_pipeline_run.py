@@ -574,8 +574,26 @@ def test_the_report_has_the_guards_of_ppo_that_were_raised_in_this_run(
     run.tag_message("guard.eos_loss", "step 44: guard eos_loss: 0.0% of the responses end with EOS")
     run.tag_message("advice.sync", "advice, step 4: 30 %")
     run.record_start("ppo", tmp_path / "log")  # the second try of the same run
+    run.record_resumed("ppo", 40)
     run.tag_message("guard.loops", "step 45: guard loops: 98%")
+    run.tag_message("guard.loops", "step 60: guard loops: 97%")
     assert run.remarks == {"guards raised": "eos_loss (step 44), loops (step 45)"}
+
+
+def test_the_report_of_a_run_that_another_process_began_does_not_deny_its_guards(
+    tmp_path: Path, database: Path
+) -> None:
+    run = PipelineRun(checked_in(tmp_path, database).config, "demo.yaml")
+    run.record_start("sft", tmp_path / "log")
+    run.record_resumed("sft", 10)
+    assert run.remarks == {}
+    run.record_start("ppo", tmp_path / "log")
+    run.record_resumed("ppo", 40)
+    assert run.remarks == {"guards raised": "none; not known up to step 40"}
+    run.tag_message("guard.loops", "step 45: guard loops: 98%")
+    run.record_start("ppo", tmp_path / "log")
+    run.record_resumed("ppo", 50)
+    assert run.remarks == {"guards raised": "loops (step 45); not known up to step 40"}
 
 
 def _warnings_of(run: PipelineRun) -> set[str]:

@@ -189,7 +189,8 @@ def test_the_judge_can_start_from_another_model_with_the_same_tokens(tmp_path: P
     def run(path: str | None, sources: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
         judge = {"path": path and str(tmp_path / path)}
         tree = {"run": {"device": "cpu"}, "reward": {"judge": judge, "min_accuracy": 0.0}}
-        config = config_from_tree(tree, "test")
+        limits = {"max_prompt_tokens": 32, "max_response_tokens": 32}
+        config = config_from_tree(tree | {"data": limits, "ppo": {"max_new_tokens": 32}}, "test")
         digests = {name: it for name, it in external_digests(config).items() if name.startswith("reward")}
         inputs = {"data": data, "sft": tmp_path / "sft"}
         out = tmp_path / f"{path}-stage"
@@ -225,7 +226,8 @@ def test_a_base_model_of_the_judge_that_cannot_be_used_is_found_before_the_start
 
     def findings(path: str) -> list[str]:
         model = {"path": str(tmp_path / "policy")}
-        return list(map(str, found({"path": str(tmp_path / path)}, model=model, data=GENERATED)))
+        data = {**GENERATED, "max_prompt_tokens": 64, "max_response_tokens": 64}
+        return list(map(str, found({"path": str(tmp_path / path)}, model=model, data=data)))
 
     for name, texts in (("policy", ["text"] * 9), ("other", [])):
         train_tokenizer(texts, 300).save_pretrained(tmp_path / name)
@@ -238,3 +240,22 @@ def test_a_base_model_of_the_judge_that_cannot_be_used_is_found_before_the_start
     assert not found({"path": "org/judge", "revision": "a" * 40})
     [tokens] = findings("other")
     assert "has other tokens than the policy" in tokens
+    (tmp_path / "policy" / "config.json").write_text('{"max_position_embeddings": 100}')
+    [short] = findings("policy")
+    assert short.startswith("reward.judge.path: the longest prompt and response are 128 tokens")
+
+
+def test_a_teacher_reads_the_prompts_and_the_sampled_responses(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
+
+    def found(new: int) -> list[str]:
+        tree = {"ppo": {"teacher": {"path": str(tmp_path)}, "max_new_tokens": new}}
+        tree |= {"data": {"max_prompt_tokens": 50, "max_response_tokens": 500, **GENERATED}}
+        config = config_from_tree(tree | {"model": {"tiny": {"max_positions": 1000}}}, "test")
+        base = base_of(config, "ppo")
+        assert base is not None
+        return list(map(str, check_further_model(config, base)))
+
+    assert found(50) == []
+    [problem] = found(51)
+    assert problem.startswith("ppo.teacher.path: the longest prompt and response are 101 tokens")
