@@ -14,12 +14,14 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from typing_extensions import override
 
+from rlhf_cli.main import main
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.engines.sync.sender import SyncReport
@@ -249,6 +251,38 @@ def test_a_changed_file_of_a_loss_is_named(tmp_path: Path) -> None:
 def test_the_last_step_of_a_policy_with_an_adapter_is_replayed(tmp_path: Path) -> None:
     run = finished(tmp_path, lora={"r": 4})
     assert replay(run, 5, train=Stage()).difference is None
+
+
+def test_the_command_why_compares_runs_or_replays_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_core.executors.environment.stage_environment", lambda _: {})
+    stage = Stage()
+    monkeypatch.setattr("rlhf_core.ops.replay.STAGES", {"ppo": SimpleNamespace(load=lambda: stage)})
+    for name, coef in (("one", 0.05), ("same", 0.05), ("other", 0.5)):
+        finished(tmp_path / name, kl={"coef": coef})
+    one, same, other = (str(tmp_path / name / "runs" / "small") for name in ("one", "same", "other"))
+
+    def why(*words: str) -> tuple[int, str]:
+        code = main(["why", *words, "--home", str(tmp_path)])
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    code, said = why(one, same, "--step", "5")
+    assert code == 0 and "steps 1 to 5: equal" in said
+    code, said = why(one, other, "--step", "5")
+    assert code == 1 and "first difference: step 1, advantage: " in said
+    assert "can explain it: ppo.kl.coef: 0.05 and 0.5" in said and stage.calls == 0
+    code, said = why(one, "--step", "3")
+    assert code == 0 and "step 3: 4 responses, 20 columns" in said and stage.calls == 1
+    for words, expected in (
+        (("small",), "small is no YAML file; to explain a run, give a step of PPO"),
+        (("small.yaml", "--step", "3"), "compares one or two finished runs; got small.yaml"),
+        ((one, one, one, "--step", "3"), "compares one or two finished runs; got"),
+        ((one, other, "--step", "6"), "must be a recorded step of small; got 6; it has 1 to 5"),
+    ):
+        code, said = why(*words)
+        assert code == 2 and f"--step: {expected}" in said
 
 
 def with_ids(change: Callable[[int], Sequence[int]]) -> Sequence[PromptExample]:
