@@ -47,8 +47,10 @@ def _why(
         raise InputError(f"--step: compares one or two finished runs; got {got}")
     from rlhf_core.ops.finished_run import find_run
 
-    runs = [find_run(name, home or HOME, endpoint) for name in (what, *others)]
-    return _print_runs(*runs, step=step) if others else print_replay(runs[0], step)
+    run = find_run(what, home or HOME, endpoint)
+    if not others:
+        return print_replay(run, step)
+    return _print_runs(run, find_run(others[0], home or HOME, endpoint), step)
 
 
 def _print_outlooks(config: str, overrides: tuple[str, ...]) -> int:
@@ -74,11 +76,11 @@ def _print_outlooks(config: str, overrides: tuple[str, ...]) -> int:
 def _print_runs(one: FinishedRun, other: FinishedRun, step: int) -> int:
     from rlhf_core.ops.first_difference import Recording, conditions, differing, first_difference
 
-    recordings = [Recording(run.recorded("ppo"), run.name) for run in (one, other)]
-    for each in recordings:
+    recording, compared = (Recording(run.recorded("ppo"), run.name) for run in (one, other))
+    for each in (recording, compared):
         each.rollouts(step)  # is it recorded?
     print(printable(f"{one.name} and {other.name}"))
-    found = first_difference(*recordings, step)
+    found = first_difference(recording, compared, step)
     if found is None:
         print(f"steps 1 to {step}: equal")
     return print_difference(found, differing(conditions(one), conditions(other)))

@@ -128,7 +128,8 @@ class Recording:
         """The recorded steps, ascending; empty without a record."""
         if not parts_of(self.folder / RECORD):
             return []
-        return read_rollouts(self.folder, ["step"])["step"].unique().to_pylist()
+        recorded: list[int] = read_rollouts(self.folder, ["step"])["step"].unique().to_pylist()
+        return recorded
 
     def rollouts(self, step: int) -> pa.Table:
         """Return the rows of a step. Raises InputError if it is not recorded."""

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -64,8 +65,8 @@ class Comparison:
     results: Sequence[Row]
     held_out: int
     """Held-out prompts of the first run."""
-    curves: Sequence[tuple[int, Mapping[str, Sequence[float]]]]
-    """Steps of PPO with the values of each run by name, at most ten, evenly spaced."""
+    curves: Sequence[tuple[int, Mapping[str, Sequence[float | None]]]]
+    """Steps of PPO with the values of each run by name, at most ten, evenly spaced. None: not measured."""
     parted: str
     """The first difference of the steps of PPO, in words; empty without common steps."""
     mlflow: str
@@ -234,7 +235,7 @@ def _scores(folder: Path, policy: str, measures: Collection[str]) -> dict[str, d
         answers = [(row["prompt_id"], row["scores"][policy]) for row in map(json.loads, lines)]
     for prompt, scores in answers:
         for measure, value in scores.items():
-            if value is not None and value == value:  # not NaN
+            if value is not None and isfinite(value):
                 found[measure][prompt].append(value)
     return {name: {prompt: fmean(v) for prompt, v in of.items()} for name, of in found.items()}
 
@@ -275,8 +276,9 @@ def _spaced(steps: Sequence[int]) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def _values(runs: Sequence[_Run], step: int) -> dict[str, tuple[float, ...]]:
-    return {name: tuple(run.curve[step][place] for run in runs) for place, name in enumerate(CURVES)}
+def _values(runs: Sequence[_Run], step: int) -> dict[str, tuple[float | None, ...]]:
+    of_runs = [[value if isfinite(value) else None for value in run.curve[step]] for run in runs]
+    return dict(zip(CURVES, zip(*of_runs, strict=True), strict=True))
 
 
 def _parted(runs: Sequence[_Run], last: int) -> str:

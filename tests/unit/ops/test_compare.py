@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -263,6 +264,14 @@ def test_curves_are_those_of_common_steps(tmp_path: Path) -> None:
     steps = [step for step, _ in found.curves]
     assert steps[0] == 1 and steps[-1] == 21 and len(steps) == 10
     assert found.curves[0][1] == {"score": (0.1, 0.2), "KL": (0.5, 0.5), "length": (20.0, 20.0)}
+
+
+def test_a_step_without_a_score_is_shown_as_such_and_is_no_difference(tmp_path: Path) -> None:
+    first = replace(FIRST, scores=(0.1, math.nan, 0.3))
+    found = compared(tmp_path, first, replace(first, name="other"))
+    assert found.parted == "steps 1 to 3 of one and other: no difference"
+    assert found.curves[1][1]["score"] == (None, None) and tables(found)["PPO"][1][1][1] == "-"
+    json.dumps(found.to_json(), allow_nan=False)
 
 
 def test_mlflows_page_is_named_if_one_server_has_all_runs(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_replay_with_another_reward_says_where_and_why(tmp_path: Path) -> None
 
 def test_a_changed_file_of_a_loss_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    given = {"loss": {"type": "python", "function": "mine:loss", "file": str(file)}}
+    given: Any = {"loss": {"type": "python", "function": "mine:loss", "file": str(file)}}
     file.write_text("def loss(): ...")
     one = finished(tmp_path / "one", **given)
     file.write_text("def loss(): return 1")
