@@ -10,7 +10,6 @@ from cyclopts import Parameter
 
 from rlhf_cli.app import HOME, LOOK, Endpoint, HomeFolder, app
 from rlhf_core.config.redact import printable
-from rlhf_core.errors import InputError
 
 Quantity = Literal["reward", "kl", "loss", "value"]
 
@@ -30,7 +29,6 @@ def _replay(
     /,
     *,
     step: int,
-    against: Annotated[str | None, Parameter(metavar="RUN")] = None,
     keep: Annotated[Path | None, Parameter(metavar="FOLDER")] = None,
     endpoint: Endpoint = None,
     home: HomeFolder = HOME,
@@ -42,17 +40,11 @@ def _replay(
     Args:
         run: Name of a finished run, or the path of its summary.json.
         step: The last step; those before it are compared as well.
-        against: Compare with what another run recorded instead; nothing is made again.
         keep: Keep record and checkpoint of the replay here; a replay of a later step continues from there.
     """
     from rlhf_core.ops.finished_run import find_run
 
-    found = find_run(run, home, endpoint)
-    if against is None:
-        return _print_replay(found, step, keep)
-    if keep is not None:
-        raise InputError(f"--keep: got {keep} with --against, which makes nothing; leave one of them out")
-    return _print_why(found, find_run(against, home, endpoint), step)
+    return print_replay(find_run(run, home, endpoint), step, keep)
 
 
 @app.command(group=LOOK)
@@ -104,7 +96,8 @@ def _start(text: str) -> str:
     return " ".join(text[:200].split())
 
 
-def _print_replay(run: FinishedRun, step: int, keep: Path | None) -> int:
+def print_replay(run: FinishedRun, step: int, keep: Path | None = None) -> int:
+    """Replay a run, and print the first difference. Return the exit code."""
     from rlhf_core.executors.environment import stage_environment
     from rlhf_core.logs import set_up_logging
     from rlhf_core.ops.replay import changed_since, replay
@@ -122,21 +115,11 @@ def _print_replay(run: FinishedRun, step: int, keep: Path | None) -> int:
         )
         if step > 1:
             print("the steps before it: equal")
-    return _print_difference(done.difference, changed_since(run))
+    return print_difference(done.difference, changed_since(run))
 
 
-def _print_why(one: FinishedRun, other: FinishedRun, step: int) -> int:
-    from rlhf_core.ops.first_difference import Recording, conditions, differing, first_difference
-
-    recordings = [Recording(run.recorded("ppo"), run.name) for run in (one, other)]
-    print(printable(f"{one.name} and {other.name}"))
-    found = first_difference(recordings[0], recordings[1], step)
-    if found is None:
-        print(f"steps 1 to {step}: equal")
-    return _print_difference(found, differing(conditions(one), conditions(other)))
-
-
-def _print_difference(found: Difference | None, differing: Mapping[str, tuple[Any, Any]]) -> int:
+def print_difference(found: Difference | None, differing: Mapping[str, tuple[Any, ...]]) -> int:
+    """Print a difference, and what can explain it. Return the exit code."""
     if found is None:
         return 0
     print(printable(f"first difference: {found.describe()}"))

@@ -64,7 +64,7 @@ class Blame:
 
     mean: float
     before: float | None
-    """Mean of the steps before; None for step 1, which is compared with 0."""
+    """Mean of the steps before; None for the first recorded step, which is compared with 0."""
     responses: Sequence[BlamedResponse]
     """Largest shares first."""
     prompts: Mapping[str, float]
@@ -85,7 +85,8 @@ def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
     rows, values = _of_step(recording, ppo, step, of)
     if not rows:
         raise InputError(f"--step: no response of step {step} of {run.name} has a score; choose another step")
-    earlier = [_of_step(recording, ppo, number, of) for number in range(max(1, step - BEFORE), step)]
+    steps_before = [number for number in range(step - BEFORE, step) if number in recording.steps]
+    earlier = [_of_step(recording, ppo, number, of) for number in steps_before]
     rows_before = [row for found, _ in earlier for row in found]
     before = float(np.concatenate([found for _, found in earlier]).mean()) if rows_before else None
     shares = shares_of(values, before or 0.0)

@@ -22,10 +22,10 @@ from typing import Any, Literal, get_args
 import pyarrow as pa
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.keys import key_fields, rounding_settings, stage_inputs
+from rlhf_core.config.keys import key_fields, rounding_settings
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import FinishedRun
-from rlhf_core.record.reader import read_rollouts
+from rlhf_core.record.reader import RECORD, parts_of, read_rollouts
 from rlhf_core.record.schema import REWARD, WEIGHTED
 
 Kind = Literal[
@@ -41,8 +41,9 @@ Kind = Literal[
 ]
 """What differs, in causal order."""
 
-_COLUMNS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
-    ("prompt", ("prompt_id", "prompt_ids", "group")),
+_Columns = tuple[tuple[Kind, tuple[str, ...]], ...]
+_BEFORE_UPDATE: _Columns = (
+    ("prompt", ("prompt_id", "source", "prompt_ids", "group")),
     ("seed", ("seed",)),
     ("weight", ("policy_version", "weights")),
     ("token", ("response_ids", "finished")),
@@ -51,6 +52,7 @@ _COLUMNS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("advantage", ("kl", "advantages", "returns")),
 )
 """Columns before the update; a name that ends with a slash stands for all that begin with it."""
+_AFTER_UPDATE: _Columns = (("new weight", ("new_logprobs",)),)
 
 _OF_UPDATE = ("loss/", "policy/", "value/", "ppo/skipped_steps")
 _OF_EXPERIENCE = ("policy/entropy", "value/mean", "value/explained_variance")
@@ -121,14 +123,21 @@ class Recording:
     folder: Path
     name: str
 
+    @cached_property
+    def steps(self) -> Collection[int]:
+        """The recorded steps, ascending; empty without a record."""
+        if not parts_of(self.folder / RECORD):
+            return []
+        recorded: list[int] = read_rollouts(self.folder, ["step"])["step"].unique().to_pylist()
+        return recorded
+
     def rollouts(self, step: int) -> pa.Table:
         """Return the rows of a step. Raises InputError if it is not recorded."""
         table = read_rollouts(self.folder, steps=[step])
         if not len(table):
-            recorded = read_rollouts(self.folder, ["step"])["step"].to_pylist()
             raise InputError(
-                f"--step: must be a recorded step of {self.name}; got {step}; it has {min(recorded)} to"
-                f" {max(recorded)}"
+                f"--step: must be a recorded step of {self.name}; got {step}; it has {min(self.steps)} to"
+                f" {max(self.steps)}"
             )
         return table
 
@@ -147,8 +156,10 @@ class Recording:
             if found["done"] == step:
                 weights = found.get("weights")
                 return weights
-        following = read_rollouts(self.folder, steps=[step + 1])
-        if not len(following) or "weights" not in following.column_names:
+        if step + 1 not in self.steps:
+            return None
+        following = self.rollouts(step + 1)
+        if "weights" not in following.column_names:  # the record of an earlier release
             return None
         weights = following["weights"][0].as_py()
         return weights
@@ -157,7 +168,8 @@ class Recording:
 def first_difference(one: Recording, other: Recording, step: int) -> Difference | None:
     """Return the first difference of the steps until `step`; None if there is none.
 
-    Raises InputError if a step is not recorded. Columns that only one of them has are not compared.
+    Columns that only one of them has are not compared, and of steps that only one has recorded, only the
+    metrics are.
     """
     for number in range(1, step + 1):
         for found in _differences(one, other, number):
@@ -175,23 +187,30 @@ def columns_compared(one: pa.Table, other: pa.Table) -> list[str]:
 
 def _differences(one: Recording, other: Recording, step: int) -> Iterator[Difference]:
     """Yield differences of a step in causal order, at most one of each column."""
-    a, b = one.rollouts(step), other.rollouts(step)
-    # A column that is null in only one of the two was not recorded, but for `excluded`.
-    common = {*columns_compared(a, b), "excluded"}
-    for kind, names in _COLUMNS:
-        for name in _expanded(names, common):
-            if (found := _in_column(a[name].to_pylist(), b[name].to_pylist())) is not None:
-                yield Difference(step, kind, name, *found)
-        if kind == "prompt" and len(a) != len(b):
-            yield Difference(step, kind, "number of responses", len(a), len(b))
+    rows = None
+    if step in one.steps and step in other.steps:
+        rows = one.rollouts(step), other.rollouts(step)
+        yield from _in_columns(*rows, _BEFORE_UPDATE, step)
     yield from _in_metrics(one.metrics.get(step, {}), other.metrics.get(step, {}), step)
-    if "new_logprobs" in common:
-        found = _in_column(a["new_logprobs"].to_pylist(), b["new_logprobs"].to_pylist())
-        if found is not None:
-            yield Difference(step, "new weight", "new_logprobs", *found)
+    if rows is not None:
+        yield from _in_columns(*rows, _AFTER_UPDATE, step)
     after, other_after = one.weights_after(step), other.weights_after(step)
     if None not in (after, other_after) and after != other_after:
         yield Difference(step, "new weight", "weights after the step", after, other_after)
+
+
+def _in_columns(one: pa.Table, other: pa.Table, columns: _Columns, step: int) -> Iterator[Difference]:
+    # A column that is null in only one of the two was not recorded, but for `excluded`.
+    common = {*columns_compared(one, other), "excluded"}
+    for kind, names in columns:
+        for name in _expanded(names, common):
+            # This is quick, but NaN is not equal to NaN.
+            if one[name].equals(other[name]):
+                continue
+            if (found := _in_column(one[name].to_pylist(), other[name].to_pylist())) is not None:
+                yield Difference(step, kind, name, *found)
+        if kind == "prompt" and len(one) != len(other):
+            yield Difference(step, kind, "number of responses", len(one), len(other))
 
 
 def _expanded(names: Sequence[str], common: Collection[str]) -> list[str]:
@@ -246,21 +265,27 @@ def _shown(value: Any) -> str:
 # -- what can explain it --
 
 
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs between two runs (`conditions`), with both values."""
-    names = dict.fromkeys([*one, *other])
-    pairs = {name: (one.get(name), other.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+def differing(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return what differs between runs, with the value of each."""
+    names = dict.fromkeys(name for each in runs for name in each)
+    rows = {name: tuple(each.get(name) for each in runs) for name in names}
+    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
 
 
 def conditions(run: FinishedRun) -> dict[str, Any]:
     """Return everything that the numbers of a run's PPO follow from, by flat names: settings, versions, and
-    the keys of the inputs.
+    digests of the inputs and of files such as rewards.
     """
     artifacts, ref = run.artifact("ppo")
-    config = run.config("ppo")
-    inputs = {f"inputs.{name}": run.artifact(name)[1].digest[:16] for name in stage_inputs(config, "ppo")}
-    return settings_of(config) | of_versions(artifacts.origin(ref).versions) | inputs
+    config, origin = run.config("ppo"), artifacts.origin(ref)
+    inputs = {f"inputs.{name}": digest[:16] for name, digest in origin.parents.items()}
+    files = of_files(origin.decided_by.get("sources", {}))
+    return settings_of(config) | of_versions(origin.versions) | inputs | files
+
+
+def of_files(digests: Mapping[str, str]) -> dict[str, str]:
+    """Return digests of files by the field that names them, with names as in `conditions`."""
+    return {f"{field}.content": digest[:16] for field, digest in digests.items()}
 
 
 def of_versions(found: Mapping[str, str]) -> dict[str, str]:

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.keys import sources_read, stage_inputs, stage_key
+from rlhf_core.config.keys import sources_in_key, stage_inputs
 from rlhf_core.config.record import RecordConfig
 from rlhf_core.data.card import limits_of
 from rlhf_core.errors import InputError
@@ -30,7 +31,10 @@ from rlhf_core.ops.first_difference import (
     Difference,
     Recording,
     columns_compared,
+    conditions,
+    differing,
     first_difference,
+    of_files,
     of_versions,
 )
 from rlhf_core.pipeline import STAGES
@@ -97,18 +101,15 @@ def replay(run: FinishedRun, step: int, keep: Path | None = None, train: Train |
         RLHFError: The stage failed.
     """
     recorded = Recording(run.recorded("ppo"), run.name)
-    rows = recorded.rollouts(step)
+    rows = recorded.rollouts(step)  # before any work: is it recorded?
     folder = keep or run.home.replay(run.name)
     _require_same_versions(folder)
-    latest = FolderCheckpoints(folder / "checkpoints").latest()
-    start = 0 if latest is None else latest[0]
+    start, made = FolderCheckpoints(folder / "checkpoints").latest() or (0, folder)
     started = time.monotonic()
     try:
         if start < step:
-            _run_until(run, step, folder, train or STAGES["ppo"].load())
-            latest = FolderCheckpoints(folder / "checkpoints").latest()
-        assert latest is not None, "a stop saves a checkpoint"
-        again = Recording(latest[1], "the replay")
+            made = _run_until(run, step, folder, train or STAGES["ppo"].load())
+        again = Recording(made, "the replay")
         common = recorded.metrics.get(step, {}).keys() & again.metrics.get(step, {}).keys()
         return Replayed(
             start,
@@ -135,8 +136,8 @@ def _require_same_versions(folder: Path) -> None:
         raise InputError(f"--keep: {folder} was made by another version of the code; use another folder")
 
 
-def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> None:
-    """Run PPO in `folder`, from its last checkpoint to one of `step`."""
+def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> Path:
+    """Run PPO in `folder`, from its last checkpoint until `step`. Return the folder with its record."""
     config = run.config("ppo")
     inputs = {}
     for stage in stage_inputs(config, "ppo"):
@@ -164,20 +165,15 @@ def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> None:
     except SystemExit:  # the stop that `_Until` requests
         if not stop.requested:
             raise
+    latest = FolderCheckpoints(folder / "checkpoints").latest()
+    # A policy with an adapter ends its last step without a checkpoint.
+    return context.output if latest is None or latest[0] < step else latest[1]
 
 
-def changed_since(run: FinishedRun) -> dict[str, tuple[str, str]]:
-    """Return what has changed since the run that can explain a difference: versions, with both values, and
-    `ppo key` if files that the configuration names (rewards, losses) or the version of the stage have.
+def changed_since(run: FinishedRun) -> dict[str, tuple[Any, ...]]:
+    """Return what has changed since the run that can explain a difference, with both values: versions, and
+    files that the configuration names (rewards, losses).
     """
-    artifacts, ref = run.artifact("ppo")
-    config = run.config("ppo")
-    then, now = of_versions(artifacts.origin(ref).versions), of_versions(versions())
-    found = {name: (then.get(name, "none"), now[name]) for name in now if then.get(name) != now[name]}
-    digests: dict[str, str] = {name: run.artifact(name)[1].digest for name in stage_inputs(config, "ppo")}
-    prefixes = sources_read(config, "ppo")
-    sources = {
-        name: digest for name, digest in reward_code_digests(config).items() if name.startswith(prefixes)
-    }
-    key = stage_key(config, "ppo", digests, sources)
-    return found if key == ref.key else found | {"key of the stage": (ref.key, key)}
+    then, config = conditions(run), run.config("ppo")
+    files = sources_in_key(config, "ppo", reward_code_digests(config))
+    return differing(then, then | of_versions(versions()) | of_files(files))

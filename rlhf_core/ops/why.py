@@ -93,17 +93,17 @@ class _Search:
         made = [name for name in inputs if name not in self._found]
         digests: dict[str, str] = {name: self._found[name].digest for name in inputs if name in self._found}
         content = key_content(config, stage, digests, sources_in_key(config, stage, self._sources))
-        origins = self._artifacts.origins(stage)
-        if not made:
-            key = key_of(content)
+        key = None if made else key_of(content)
+        if key is not None:
             ref = self._artifacts.find(stage, key)
             if ref is not None:
                 self._found[stage] = ref
                 return self._reused(stage, ref)
             if (checkpoint := self._checkpoint(stage, key)) is not None:
                 return checkpoint
-            if any(origin.ref.key == key for origin in origins):
-                return Outlook(stage, "runs", ("its artifact is damaged",))
+        origins = self._artifacts.origins(stage)
+        if any(origin.ref.key == key for origin in origins):
+            return Outlook(stage, "runs", ("its artifact is damaged",))
         reasons = [f"{', '.join(made)} {'run' if len(made) > 1 else 'runs'}"] if made else []
         differences = self._differences(stage, content, origins, without=made)
         # The last run of this name is what a user has changed; without one, the most similar one.

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,7 @@ from rlhf_core.evaluation.measures import MEASURES
 from rlhf_core.evaluation.plots import StepMetrics, read_step_metrics
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.ops.finished_run import FinishedRun, find_run
+from rlhf_core.ops.first_difference import Recording, differing, first_difference
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.record.reader import RECORD, read_rollouts
 from rlhf_core.record.schema import REWARD
@@ -63,10 +65,10 @@ class Comparison:
     results: Sequence[Row]
     held_out: int
     """Held-out prompts of the first run."""
-    curves: Sequence[tuple[int, Mapping[str, Sequence[float]]]]
-    """Steps of PPO with the values of each run by name, at most ten, evenly spaced."""
+    curves: Sequence[tuple[int, Mapping[str, Sequence[float | None]]]]
+    """Steps of PPO with the values of each run by name, at most ten, evenly spaced. None: not measured."""
     parted: str
-    """Where the runs of PPO part, in words; empty without common steps."""
+    """The first difference of the steps of PPO, in words; empty without common steps."""
     mlflow: str
     """Address of MLflow's page that compares the runs; empty if they are in different servers."""
     histories: Mapping[str, StepMetrics]
@@ -117,15 +119,15 @@ def compare(names: Sequence[str], home: str, endpoint: str | None = None) -> Com
         raise InputError(f"rlhf compare needs at least two runs; got {len(names)}; name another one")
     runs = [_Run(find_run(name, home, endpoint)) for name in names]
     facts = [_facts(run.finished) for run in runs]
-    differing = {kind: _differing([each[kind] for each in facts]) for kind in facts[0]}
+    by_kind = {kind: differing(*(each[kind] for each in facts)) for kind in facts[0]}
     steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
     return Comparison(
         tuple(run.name for run in runs),
-        {kind: rows for kind, rows in differing.items() if rows},
+        {kind: [Row(*each) for each in rows.items()] for kind, rows in by_kind.items() if rows},
         _results(runs),
         int(runs[0].evaluation.get("prompts", 0)),
         [(step, _values(runs, step)) for step in _spaced(steps)],
-        _parted(runs, steps),
+        _parted(runs, steps[-1]) if steps else "",
         _mlflow_link([run.finished for run in runs]),
         {run.name: run.history for run in runs},
     )
@@ -159,12 +161,6 @@ def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
     return {"configuration": fields, "data": data, "code": code, "versions": in_words}
 
 
-def _differing(facts: Sequence[Mapping[str, Any]]) -> list[Row]:
-    names = dict.fromkeys(name for each in facts for name in each)
-    rows = [Row(name, tuple(each.get(name) for each in facts)) for name in names]
-    return [row for row in rows if any(value != row.values[0] for value in row.values)]
-
-
 class _Run:
     """A run and what its artifacts have."""
 
@@ -176,7 +172,7 @@ class _Run:
         for stage in ("data", "ppo", "evaluate"):
             if stage in finished.stages:
                 artifacts, ref = finished.artifact(stage)
-                # The record of PPO can be large, and is needed for one step only.
+                # The record of PPO can be large, and is needed only if the runs have common steps.
                 self.folders[stage] = artifacts.fetch(ref, weights=False, record=stage == "evaluate")
         self.history = StepMetrics([])
         """Metrics of the steps of PPO."""
@@ -192,13 +188,17 @@ class _Run:
         """Mean score of the policy's answers by measure and prompt, as far as they are kept."""
         if "evaluate" in self.folders:
             self.evaluation = json.loads((self.folders["evaluate"] / "evaluation.json").read_bytes())
-            self.scores = _scores(self.folders["evaluate"], self.policy)
+            self.scores = _scores(self.folders["evaluate"], self.policy, self._digests)
 
     def judge_digest(self, measure: str) -> str | None:
         """Return what the scores of two runs must share to be comparable; None if this is not known."""
         name = "rules" if measure.startswith("rule/") else measure
-        digest: str | None = self.evaluation.get("judge_digests", {}).get(name)
-        return digest
+        return self._digests.get(name)
+
+    @property
+    def _digests(self) -> Mapping[str, str]:
+        digests: Mapping[str, str] = self.evaluation.get("judge_digests", {})
+        return digests
 
     def results(self) -> dict[str, Any]:
         """Return the headline measures of `summary.json`: numbers, or tables with `mean`, `low`, `high`."""
@@ -214,19 +214,29 @@ class _Run:
         return found
 
 
-def _scores(folder: Path, policy: str) -> dict[str, dict[str, float]]:
-    """Read the scores of an evaluation from its record, or without one from its samples."""
+def _scores(folder: Path, policy: str, measures: Collection[str]) -> dict[str, dict[str, float]]:
+    """Read the scores of an evaluation from its record, or without one from its samples.
+
+    `measures` are those that are no single rules, whose names begin with `rule/` as in samples.
+    """
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     if (folder / RECORD).is_dir():
-        rows = [row for row in read_rollouts(folder).to_pylist() if row["model"] == policy]
-        answers = [(row["prompt_id"], {n: row[n] for n in row if n.startswith(REWARD)}) for row in rows]
+        table = read_rollouts(folder)
+        names = [name.removeprefix(REWARD) for name in table.column_names if name.startswith(REWARD)]
+        columns = {f"{REWARD}{name}": name if name in measures else f"rule/{name}" for name in names}
+        rows = table.select(["prompt_id", "model", *columns]).to_pylist()
+        answers = [
+            (row["prompt_id"], {measure: row[name] for name, measure in columns.items()})
+            for row in rows
+            if row["model"] == policy
+        ]
     else:
         lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
         answers = [(row["prompt_id"], row["scores"][policy]) for row in map(json.loads, lines)]
     for prompt, scores in answers:
         for measure, value in scores.items():
-            if value is not None and value == value:  # not NaN
-                found[measure.removeprefix(REWARD)][prompt].append(value)
+            if value is not None and isfinite(value):
+                found[measure][prompt].append(value)
     return {name: {prompt: fmean(v) for prompt, v in of.items()} for name, of in found.items()}
 
 
@@ -266,28 +276,20 @@ def _spaced(steps: Sequence[int]) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def _values(runs: Sequence[_Run], step: int) -> dict[str, tuple[float, ...]]:
-    return {name: tuple(run.curve[step][place] for run in runs) for place, name in enumerate(CURVES)}
+def _values(runs: Sequence[_Run], step: int) -> dict[str, tuple[float | None, ...]]:
+    of_runs = [[value if isfinite(value) else None for value in run.curve[step]] for run in runs]
+    return dict(zip(CURVES, zip(*of_runs, strict=True), strict=True))
 
 
-def _parted(runs: Sequence[_Run], steps: Sequence[int]) -> str:
-    """Return in words the first step at which the curves differ, and what differs in the record there."""
-    for step in steps:
-        if any(run.curve[step] != runs[0].curve[step] for run in runs):
-            return f"the runs part at step {step}{_what_differs(runs, step)}"
-    return f"the curves are equal in all {len(steps)} common steps" if steps else ""
-
-
-def _what_differs(runs: Sequence[_Run], step: int) -> str:
-    folders = [run.finished.recorded("ppo") for run in runs]
-    if not all((folder / RECORD).is_dir() for folder in folders):
-        return ""
-    tables = [read_rollouts(folder, ["prompt_id", "response_ids"], [step]) for folder in folders]
-    if any(table["prompt_id"] != tables[0]["prompt_id"] for table in tables):
-        return ", with other prompts"
-    if any(table["response_ids"] != tables[0]["response_ids"] for table in tables):
-        return ", with the same prompts and other responses"
-    return ", with the same prompts and responses, and other scores or KL"
+def _parted(runs: Sequence[_Run], last: int) -> str:
+    """Return in words the first difference of each run from the first one, in the steps until `last`."""
+    first, *others = (Recording(run.finished.recorded("ppo"), run.name) for run in runs)
+    sentences = []
+    for other in others:
+        found = first_difference(first, other, last)
+        what = "no difference" if found is None else f"the first difference is in {found.describe()}"
+        sentences.append(f"steps 1 to {last} of {first.name} and {other.name}: {what}")
+    return "; ".join(sentences)
 
 
 def _mlflow_link(runs: Sequence[FinishedRun]) -> str:

@@ -30,7 +30,8 @@ def tables(found: Comparison) -> dict[str, _Table]:
         results.append([row.what, *map(_in_words, row.values), *minus])
     curves = []
     for step, values in found.curves:
-        curves.append([str(step), *(f"{each:.3g}" for of_runs in values.values() for each in of_runs)])
+        cells = [each for of_runs in values.values() for each in of_runs]
+        curves.append([str(step), *("-" if each is None else f"{each:.3g}" for each in cells)])
     paired = (
         f"Differences are paired by prompt. They are of those of the {found.held_out} held-out prompts of A"
         " that both runs answered and whose scores both have kept."

@@ -4,7 +4,7 @@
 - differences of results are paired by prompt, with the interval of the evaluation, on all answers of the
   record or, without one, on the kept samples
 - scores of other reward models are not compared
-- the first step at which PPO parts is named, with what differs in the record there
+- the first difference of the steps of PPO is named
 - MLflow's page is named only if one server has both runs
 - the page of the comparison has no scripts, and names are escaped
 """
@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,11 +31,14 @@ from rlhf_core.errors import InputError
 from rlhf_core.evaluation.statistics import bootstrap_mean
 from rlhf_core.ops.compare.compare import Comparison, compare
 from rlhf_core.ops.compare.page import render, tables
+from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.record.schema import REWARD, schema_of
 from rlhf_core.record.writer import RecordWriter
 from rlhf_core.seeds import derive_seed
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
-from rlhf_core.types import PromptExample
+from rlhf_core.testing import stage_context
+from rlhf_core.types import PromptExample, RewardInput
 
 INTERVAL = {"mean": 0.9, "low": 0.8, "high": 1.0}
 PROMPTS = [f"p{i}" for i in range(8)]
@@ -72,7 +77,7 @@ def make(home: Path, run: Made) -> None:
     write(data, "prompts", "eval", examples)
     evaluation = {
         "prompts": len(PROMPTS),
-        "judge_digests": {"gold": "synthetic-3", "reward_model": run.reward_model},
+        "judge_digests": {"gold": "synthetic-3", "reward_model": run.reward_model, "rules": "3" * 64},
     }
     (evaluate / "evaluation.json").write_text(json.dumps(evaluation))
     lines = []
@@ -81,22 +86,17 @@ def make(home: Path, run: Made) -> None:
         lines.append(json.dumps({"prompt_id": prompt, "scores": scores}) + "\n")
     (evaluate / "samples.jsonl").write_text("".join(lines))
     if run.recorded:
-        rows = [
-            {"prompt_id": prompt, "model": model, "reward/gold": gold if model == "ppo" else -9.0}
-            for model in ("sft", "ppo")
-            for prompt, gold in zip(PROMPTS, run.recorded, strict=True)
-        ]
-        record(evaluate, "evaluation", [pa.Table.from_pylist(rows)])
+        record_evaluation(evaluate, examples, run.recorded)
     curve = [
         {"step": step, "objective/scores": score, "objective/kl": 0.5, "rollout/length": 20.0}
         for step, score in enumerate(run.scores, start=1)
     ]
     (ppo / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve))
-    steps = []
-    for score, response in zip(run.scores, run.responses, strict=True):
-        row = {"prompt_id": run.prompt, "response_ids": [response], "score": score}
-        steps.append(pa.Table.from_pylist([row]))
-    record(ppo, "ppo", steps)
+    writer = RecordWriter(ppo / "parts", "ppo", RecordConfig())
+    for step, (score, response) in enumerate(zip(run.scores, run.responses, strict=True), start=1):
+        row = {"step": step, "index": 0, "prompt_id": run.prompt, "response_ids": [response], "score": score}
+        writer.add(step, pa.Table.from_pylist([row], schema_of("rewards", ())))
+    writer.save(ppo)
     stages = {}
     for stage, folder in (("data", data), ("ppo", ppo), ("evaluate", evaluate)):
         ref = store.publish(stage, key, folder, Provenance(config=tree))  # type: ignore[arg-type]
@@ -125,15 +125,27 @@ def make(home: Path, run: Made) -> None:
     (folder / "run.json").write_text(json.dumps({"state": "finished", "decided_by": decided_by}))
 
 
-def record(folder: Path, kind: str, steps: Sequence[pa.Table]) -> None:
-    writer = RecordWriter(folder / "parts", kind, RecordConfig())
-    for step, table in enumerate(steps, start=1):
-        rows = table.num_rows
-        columns = {"step": [step] * rows, "index": list(range(rows))}
-        for name, column in columns.items():
-            table = table.append_column(name, pa.array(column, pa.int32()))
-        writer.add(step, table)
-    writer.save(folder)
+def record_evaluation(folder: Path, prompts: Sequence[PromptExample], gold: Sequence[float]) -> None:
+    """Record answers as the stage does: two of each model to each held-out prompt, whose means are `gold` and
+    the value of a rule, and one to a prompt of a regression set.
+    """
+    context = stage_context(folder / "stage")
+    record = AnswerRecord("evaluation", RecordConfig(), seed=lambda _: 0)
+    further = PromptExample("r0", "r0", (1,))
+    for model in ("sft", "ppo"):
+        answers = [RewardInput(p.prompt_id, p.prompt, "", (1,), (2,), True) for p in (*prompts, *prompts)]
+        record.add(model, prompts, answers, "held-out")
+        values = [-9.0] * len(answers)
+        if model == "ppo":
+            values = [value + add for add in (-0.5, 0.5) for value in gold]
+        for measure in ("gold", "length"):
+            record.note(f"{REWARD}{measure}", answers, values)
+        [other] = answers_to_set = [RewardInput("r0", "r0", "", (1,), (2,), True)]
+        record.add(model, [further], answers_to_set, "regressions")
+        record.note("score", [other], [7.0])
+    record.save(context)
+    shutil.move(context.output / "record", folder / "record")
+    shutil.rmtree(folder / "stage")
 
 
 def compared(home: Path, *runs: Made) -> Comparison:
@@ -204,6 +216,8 @@ def test_all_answers_of_the_record_are_paired_and_related_prompts_count_once(tmp
         groups=[*PROMPTS[:-2], "related", "related"],
     )
     assert paired == {**expected.to_json(), "prompts": 8}
+    [of_rule] = result(found, "rules/length").differences
+    assert of_rule["mean"] == paired["mean"] and of_rule["prompts"] == 8
 
 
 def test_a_difference_that_the_prompts_do_not_show_is_none(tmp_path: Path) -> None:
@@ -226,20 +240,21 @@ def test_scores_of_another_reward_model_are_not_compared(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("other", "parted"),
     [
-        ({}, "the curves are equal in all 3 common steps"),
-        (
-            {"scores": (0.1, 0.2, 0.4)},
-            "part at step 3, with the same prompts and responses, and other scores",
-        ),
+        ({}, "no difference"),
+        ({"scores": (0.1, 0.2, 0.4)}, "the first difference is in step 3, score: score of response 0"),
         (
             {"scores": (0.1, 0.4, 0.4), "responses": (5, 8, 9)},
-            "part at step 2, with the same prompts and other responses",
+            "the first difference is in step 2, token: response_ids of response 0, position 0: 6 and 8",
         ),
-        ({"scores": (0.2, 0.4, 0.4), "prompt": "p1"}, "the runs part at step 1, with other prompts"),
+        (
+            {"scores": (0.2, 0.4, 0.4), "prompt": "p1"},
+            "the first difference is in step 1, prompt: prompt_id of response 0: 'p0' and 'p1'",
+        ),
     ],
 )
-def test_the_step_at_which_ppo_parts_is_named(tmp_path: Path, other: dict[str, Any], parted: str) -> None:
-    assert parted in compared(tmp_path, FIRST, replace(FIRST, name="other", **other)).parted
+def test_the_first_difference_of_ppo_is_named(tmp_path: Path, other: dict[str, Any], parted: str) -> None:
+    found = compared(tmp_path, FIRST, replace(FIRST, name="other", **other)).parted
+    assert found.startswith(f"steps 1 to 3 of one and other: {parted}")
 
 
 def test_curves_are_those_of_common_steps(tmp_path: Path) -> None:
@@ -249,6 +264,14 @@ def test_curves_are_those_of_common_steps(tmp_path: Path) -> None:
     steps = [step for step, _ in found.curves]
     assert steps[0] == 1 and steps[-1] == 21 and len(steps) == 10
     assert found.curves[0][1] == {"score": (0.1, 0.2), "KL": (0.5, 0.5), "length": (20.0, 20.0)}
+
+
+def test_a_step_without_a_score_is_shown_as_such_and_is_no_difference(tmp_path: Path) -> None:
+    first = replace(FIRST, scores=(0.1, math.nan, 0.3))
+    found = compared(tmp_path, first, replace(first, name="other"))
+    assert found.parted == "steps 1 to 3 of one and other: no difference"
+    assert found.curves[1][1]["score"] == (None, None) and tables(found)["PPO"][1][1][1] == "-"
+    json.dumps(found.to_json(), allow_nan=False)
 
 
 def test_mlflows_page_is_named_if_one_server_has_all_runs(tmp_path: Path) -> None:

@@ -10,15 +10,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from typing_extensions import override
 
+from rlhf_cli.main import main
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.engines.sync.sender import SyncReport
@@ -26,9 +29,12 @@ from rlhf_core.errors import InputError
 from rlhf_core.ops.blame import blame, shares_of, token_values
 from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.ops.first_difference import (
+    _AFTER_UPDATE,
+    _BEFORE_UPDATE,
     Difference,
     Kind,
     Recording,
+    conditions,
     differing,
     first_difference,
     settings_of,
@@ -37,8 +43,10 @@ from rlhf_core.ops.replay import changed_since, replay
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.training.batch import RolloutColumns, RowColumns, row_columns
 from rlhf_core.ppo.training.rank_rows import ExperienceInputs
+from rlhf_core.record.schema import COLUMNS
 from rlhf_core.record.writer import RecordWriter
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.run.external_inputs import reward_code_digests
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
@@ -163,11 +171,12 @@ def recorded(folder: Path, stage: Stage | None = None, **sections: Any) -> Recor
     return Recording(context.output, folder.name)
 
 
-def finished(home: Path, level: str = "logprobs") -> FinishedRun:
+def finished(home: Path, level: str = "logprobs", **ppo: Any) -> FinishedRun:
     """Make a run with its artifacts and its summary."""
-    config = configured(run={"home": str(home)}, record={"level": level})
+    config = configured(run={"home": str(home)}, ppo=PPO | ppo, record={"level": level})
     artifacts = ArtifactStore(Store(str(home / "store")), home / "cache")
-    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
+    tree = config.model_dump(mode="json", by_alias=True)
+    made = Provenance(config=tree, decided_by={"sources": reward_code_digests(config)})
     write_data_artifact(home / "data", prompts=PROMPTS)
     for stage in ("sft", "reward"):
         (home / stage).mkdir()
@@ -195,7 +204,7 @@ def test_a_replay_finds_its_steps_equal(tmp_path: Path, level: str) -> None:
     done = replay(run, 4, train=stage)
     assert done.difference is None
     assert (done.start, done.responses, done.has_weights, stage.calls) == (0, 4, True, 1)
-    columns = {"rewards": 15, "logprobs": 19, "all": 22}
+    columns = {"rewards": 16, "logprobs": 20, "all": 23}
     assert done.columns == columns[level]
     assert done.metrics > 10
     assert files_of(tmp_path / "store") == stored
@@ -220,10 +229,60 @@ def test_a_replay_with_another_reward_says_where_and_why(tmp_path: Path) -> None
     found = replay(run, 5, train=Stage(rewards=lambda values: values.reverse())).difference
     assert found is not None
     assert (found.step, found.kind, found.name) == (STEP, "score", "reward/length")
-    # The artifacts of this test have made-up keys, as if a file of a reward had changed.
-    assert list(changed_since(run)) == ["key of the stage"]
+    assert changed_since(run) == {}
     with pytest.raises(InputError, match="must be a recorded step of small; got 6; it has 1 to 5"):
         replay(run, 6)
+
+
+def test_a_changed_file_of_a_loss_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    given: Any = {"loss": {"type": "python", "function": "mine:loss", "file": str(file)}}
+    file.write_text("def loss(): ...")
+    one = finished(tmp_path / "one", **given)
+    file.write_text("def loss(): return 1")
+    other = finished(tmp_path / "other", **given)
+    assert list(changed_since(one)) == ["ppo.loss.content"] and changed_since(other) == {}
+    [named] = differing(conditions(one), conditions(other))
+    assert named == "ppo.loss.content"
+    assert Difference(1, "gradient", "loss/policy", 0, 1).can_be_explained_by(named)
+    assert not Difference(1, "score", "score", 0, 1).can_be_explained_by(named)
+
+
+def test_the_last_step_of_a_policy_with_an_adapter_is_replayed(tmp_path: Path) -> None:
+    run = finished(tmp_path, lora={"r": 4})
+    assert replay(run, 5, train=Stage()).difference is None
+
+
+def test_the_command_why_compares_runs_or_replays_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_core.executors.environment.stage_environment", lambda _: {})
+    stage = Stage()
+    monkeypatch.setattr("rlhf_core.ops.replay.STAGES", {"ppo": SimpleNamespace(load=lambda: stage)})
+    for name, coef in (("one", 0.05), ("same", 0.05), ("other", 0.5)):
+        finished(tmp_path / name, kl={"coef": coef})
+    one, same, other = (str(tmp_path / name / "runs" / "small") for name in ("one", "same", "other"))
+
+    def why(*words: str) -> tuple[int, str]:
+        code = main(["why", *words, "--home", str(tmp_path)])
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    code, said = why(one, same, "--step", "5")
+    assert code == 0 and "steps 1 to 5: equal" in said
+    code, said = why(one, other, "--step", "5")
+    assert code == 1 and "first difference: step 1, advantage: " in said
+    assert "can explain it: ppo.kl.coef: 0.05 and 0.5" in said and stage.calls == 0
+    code, said = why(one, "--step", "3")
+    assert code == 0 and "step 3: 4 responses, 20 columns" in said and stage.calls == 1
+    for words, expected in (
+        (("small",), "small is no YAML file; to explain a run, give a step of PPO"),
+        (("small.yaml", "--step", "3"), "compares one or two finished runs; got small.yaml"),
+        ((one, one, one, "--step", "3"), "compares one or two finished runs; got"),
+        ((one, other, "--step", "6"), "must be a recorded step of small; got 6; it has 1 to 5"),
+    ):
+        code, said = why(*words)
+        assert code == 2 and f"--step: {expected}" in said
 
 
 def with_ids(change: Callable[[int], Sequence[int]]) -> Sequence[PromptExample]:
@@ -285,6 +344,23 @@ def test_a_perturbation_is_found_where_it_acts_first(
     assert first_difference(undisturbed, recorded(tmp_path / "same"), 5) is None
 
 
+def test_steps_that_one_run_has_not_recorded_are_compared_by_their_metrics(tmp_path: Path) -> None:
+    one, other = recorded(tmp_path / "one"), recorded(tmp_path / "other", Stage(rewards=raised))
+    (other.folder / "record" / "ppo-00000003.parquet").unlink()
+    found = first_difference(one, other, 5)
+    assert found is not None
+    assert (found.step, found.kind, found.index) == (STEP, "advantage", None)
+    shutil.rmtree(other.folder / "record")
+    assert first_difference(one, replace(other), 5) == found
+    assert first_difference(one, replace(other), STEP - 1) is None
+
+
+def test_every_column_of_the_record_is_compared() -> None:
+    names = [name for _, names in (*_BEFORE_UPDATE, *_AFTER_UPDATE) for name in names]
+    recorded_columns = [column.name for column in COLUMNS if column.name not in ("kind", "step", "index")]
+    assert sorted(name for name in names if not name.endswith("/")) == sorted(recorded_columns)
+
+
 def test_only_what_acts_early_enough_explains_a_difference() -> None:
     def settings(seed: int, coef: float, rate: float) -> dict[str, Any]:
         changed = {"kl": {"coef": coef}, "policy": {"learning_rate": rate}, "evaluate_prompts": 10 + seed}
@@ -330,6 +406,16 @@ def test_a_blame_ranks_responses_by_their_part_of_the_change(tmp_path: Path) -> 
     assert set(found.rewards) == {"token_share", "length"}
     assert sum(found.sources.values()) == pytest.approx(1.0)
     assert blame(run, STEP, "reward").responses and blame(run, STEP, "value").responses
+
+
+def test_a_blame_leaves_out_earlier_steps_that_are_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = recorded(tmp_path / "late").folder
+    (folder / "record" / "ppo-00000001.parquet").unlink()
+    run = finished(tmp_path)
+    monkeypatch.setattr(FinishedRun, "recorded", lambda *_: folder)
+    assert blame(run, 3).before is None and blame(run, 4).before == blame(run, 3).mean
 
 
 def test_shares_are_of_the_values_that_moved_with_the_mean() -> None:

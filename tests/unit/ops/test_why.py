@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rlhf_cli.main import main
 from rlhf_core.config.keys import stages_made
 from rlhf_core.config.load import load_config
 from rlhf_core.ops.why import Outlook, forecast
@@ -248,7 +249,9 @@ def test_a_checkpoint_of_other_code_stops_the_run(file: Path, monkeypatch: pytes
     assert verdicts(found)["ppo"] == "continues"
 
 
-def test_a_reused_stage_that_misses_a_limit_stops_the_run(file: Path) -> None:
+def test_a_reused_stage_that_misses_a_limit_stops_the_run(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     artifacts = ArtifactStore(Store(file.parent / "store"), file.parent / "cache")
     [reward] = artifacts.origins("reward")
     shutil.rmtree(file.parent / "store" / "artifacts" / "reward")
@@ -259,6 +262,8 @@ def test_a_reused_stage_that_misses_a_limit_stops_the_run(file: Path) -> None:
     found = forecast(str(file), ["reward.min_accuracy=0.9"])
     assert verdicts(found)["reward"] == "stops"
     assert "below reward.min_accuracy=0.9" in reasons(found, "reward")
+    assert main(["why", str(file), "reward.min_accuracy=0.9"]) == 0
+    assert capsys.readouterr().out.startswith("the run would stop at reward\n")
 
 
 def test_a_damaged_artifact_is_made_again(file: Path) -> None:
