@@ -213,7 +213,7 @@ class Pages:
 @cache
 def _templates() -> Environment:
     templates = environment().overlay(loader=PackageLoader("rlhf_core.ops.inspect", package_path=""))
-    templates.filters["value"] = _value
+    templates.filters.update(value=_value, lowest=queries.lowest)
     return templates
 
 

@@ -40,6 +40,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scipy.stats import spearmanr
 from starlette.testclient import TestClient
 
 from rlhf_cli import main as cli
@@ -49,7 +50,7 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import newest_run
 from rlhf_core.ops.inspect.pages import Pages
-from rlhf_core.ops.inspect.queries import grid, pairs, parting, steps
+from rlhf_core.ops.inspect.queries import grid, lowest, pairs, parting, steps
 from rlhf_core.ops.inspect.rollouts import Filter, Key, RecordedRun, Rollouts
 from rlhf_core.ops.inspect.server import export, make_app
 from rlhf_core.ops.inspect.tokens import tokens_of
@@ -238,6 +239,13 @@ def test_a_number_of_the_grid_is_that_of_its_responses(both: Rollouts, client: T
         assert found == int(count)
 
 
+def test_a_value_on_the_border_of_a_bin_is_in_one_bin(both: Rollouts) -> None:
+    ranges = [Filter({"step": (lowest(one), one[1])}) for one in ((None, 2.0), (2.0, 3.0), (3.0, None))]
+    found = [both.page(chosen, "step", descending=True, offset=0, limit=1) for chosen in ranges]
+    assert [count for count, _ in found] == [16, 8, 8]
+    assert lowest((2.0, 2.0)) == 2.0, "a bin of one value"
+
+
 def test_few_values_have_a_bin_each(both: Rollouts) -> None:
     found = grid(both, Filter(run=0), "step", "reward/gold")
     assert found.columns == [(1, 1), (2, 2), (3, 3), (4, 4)]
@@ -247,7 +255,9 @@ def test_few_values_have_a_bin_each(both: Rollouts) -> None:
 
 def test_what_one_score_ranks_above_another(both: Rollouts) -> None:
     correlation, above, below = parting(both, Filter(run=0), "reward/model", "reward/gold", 2)
-    assert correlation is not None and correlation < -0.8
+    rows = both.rows('FROM rollouts WHERE run = 0 AND "reward/gold" IS NOT NULL')
+    expected = spearmanr([row["reward/model"] for row in rows], [row["reward/gold"] for row in rows])
+    assert correlation == pytest.approx(expected.statistic) and correlation < -0.8
     assert {row["step"] for row in above} == {4} and {row["step"] for row in below} == {1}
     assert PHRASE in above[-1]["text"] or PHRASE in above[0]["text"]
 
