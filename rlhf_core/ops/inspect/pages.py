@@ -23,8 +23,8 @@ from rlhf_core.errors import InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.ops.inspect import queries
 from rlhf_core.ops.inspect.phrases import n_grams, openings, risen
-from rlhf_core.ops.inspect.rollouts import Filter, Key, Rollouts, Row
-from rlhf_core.ops.inspect.tokens import LEVELS, tokens_of
+from rlhf_core.ops.inspect.rollouts import Filter, Key, Rollouts, Row, whole
+from rlhf_core.ops.inspect.tokens import Measure, tokens_of
 
 STYLE = files("rlhf_core.ops.inspect").joinpath("inspect.css").read_text(encoding="utf-8")
 _PAGE = 50
@@ -33,7 +33,7 @@ _SAMPLE = 1000
 """Responses of each group whose phrases are counted."""
 _EDGE = 10
 """The first and the last of this many equal parts of the steps are compared."""
-_FILTER = ("min:", "max:", "run", "prompt", "excluded", "text")
+_FILTER = ("min:", "max:", "run", "prompt", "source", "excluded", "text")
 """Begin the names of parameters of a filter."""
 _CHART = (300, 90)
 """Width and height."""
@@ -55,7 +55,7 @@ class Pages:
 
     def responses(self, query: Mapping[str, str]) -> str:
         """Return a page of the table of responses."""
-        sort, descending, offset = self._order(query, "score")
+        sort, descending, offset = self._order(query)
         count, rows = self.rollouts.page(
             self._filter(query), sort, descending=descending, offset=offset, limit=_PAGE
         )
@@ -65,8 +65,9 @@ class Pages:
 
     def response(self, query: Mapping[str, str]) -> str:
         """Return one response with its tokens, or two next to each other."""
-        keys = [_key(query[name]) for name in ("of", "beside") if name in query]
-        return self._render("response", query, responses=self._opened(keys))
+        keys = [_key(query.get(name, "")) for name in ("of", "beside") if name == "of" or query.get(name)]
+        responses = self._opened(keys)
+        return self._render("response", query, responses=responses, measures=_measures(responses))
 
     def phrases(self, query: Mapping[str, str]) -> str:
         """Return the phrases that became more frequent.
@@ -105,7 +106,7 @@ class Pages:
         """Return the last responses of both runs to the same prompts."""
         if len(self.rollouts.runs) < 2:
             raise InputError("this page compares two runs; give both to rlhf inspect")
-        sort, descending, offset = self._order(query, "score")
+        sort, descending, offset = self._order(query)
         count, rows = queries.pairs(
             self.rollouts, self._filter(query), sort, descending=descending, offset=offset, limit=_PAGE
         )
@@ -129,7 +130,15 @@ class Pages:
             )
         digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
         responses = self._opened([Key(row["run"], row["step"], row["index"]) for row in rows])
-        return self._render("export", {}, step=step, responses=responses, style=Markup(STYLE), digest=digest)
+        return self._render(
+            "export",
+            {},
+            step=step,
+            responses=responses,
+            measures=_measures(responses),
+            style=Markup(STYLE),
+            digest=digest,
+        )
 
     @property
     def _scores(self) -> list[str]:
@@ -146,12 +155,11 @@ class Pages:
             raise InputError(f"there is no column {name}; there are {', '.join(self.rollouts.numbers)}")
         return name
 
-    def _order(self, query: Mapping[str, str], default: str) -> tuple[str, bool, int]:
+    def _order(self, query: Mapping[str, str]) -> tuple[str, bool, int]:
         """Return the column that a table is sorted by, whether the largest is first, and the first row."""
-        offset = query.get("offset", "0")
-        if not offset.isdecimal():
-            raise InputError(f"offset must be a number; got {offset}")
-        return self._column(query.get("sort") or default), query.get("order") != "up", int(offset)
+        default = self.rollouts.numbers[1]  # the score, if there is one
+        offset = whole("offset", query.get("offset") or "0")
+        return self._column(query.get("sort") or default), query.get("order") != "up", offset
 
     def _opened(self, keys: Sequence[Key]) -> list[Row]:
         """Return responses with their texts and tokens."""
@@ -188,7 +196,11 @@ class Pages:
                 rollouts=self.rollouts,
                 runs=self.rollouts.runs,
                 numbers=self.rollouts.numbers,
-                levels=range(1, LEVELS + 1),
+                bounded=[
+                    name
+                    for name in self.rollouts.numbers
+                    if query.get(f"min:{name}") or query.get(f"max:{name}")
+                ],
                 page_size=_PAGE,
                 root=self.root,
                 link=link,
@@ -201,8 +213,14 @@ class Pages:
 @cache
 def _templates() -> Environment:
     templates = environment().overlay(loader=PackageLoader("rlhf_core.ops.inspect", package_path=""))
-    templates.filters["value"] = _value
+    templates.filters.update(value=_value, lowest=queries.lowest)
     return templates
+
+
+def _measures(responses: Sequence[Row]) -> list[Measure]:
+    """Return what the tokens of any of these responses can be coloured by."""
+    found = {measure.place: measure for one in responses for measure in one["tokens"].measures}
+    return [found[place] for place in sorted(found)]
 
 
 def _value(value: Any) -> str:
@@ -217,9 +235,9 @@ def _value(value: Any) -> str:
 def _key(text: str) -> Key:
     """Return the key of a response, from its address RUN,STEP,INDEX."""
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
-        raise InputError(f"a response is RUN,STEP,INDEX; got {text}")
-    return Key(*map(int, parts))
+    if len(parts) != 3:
+        raise InputError(f"a response is RUN,STEP,INDEX; got {text[:40]}")
+    return Key(*(whole("each of RUN,STEP,INDEX", part) for part in parts))
 
 
 @dataclass(frozen=True)

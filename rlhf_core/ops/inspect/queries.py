@@ -15,6 +15,7 @@ _TAIL = 0.01
 """Share of the responses beyond the borders of the outermost bins, on each side."""
 
 Range = tuple[float | None, float | None]
+"""Above the first value, up to the second. If both are equal, this value."""
 
 
 def steps(rollouts: Rollouts, chosen: Filter) -> list[Row]:
@@ -68,6 +69,12 @@ def grid(rollouts: Rollouts, chosen: Filter, x: str, y: str) -> Grid:
     return Grid(columns, rows[::-1], {(last - row["y"], row["x"]): row["n"] for row in counts})
 
 
+def lowest(bounds: Range) -> float | None:
+    """Return the smallest number in a range."""
+    low, high = bounds
+    return low if low is None or low == high else math.nextafter(low, math.inf)
+
+
 def _with_both(chosen: Filter, x: str, y: str) -> tuple[str, list[Any]]:
     where, values = chosen.condition()
     return f"{where} AND {quoted(x)} IS NOT NULL AND {quoted(y)} IS NOT NULL", values
@@ -110,14 +117,17 @@ def parting(
 
     Returns:
         Spearman's correlation, or None if one column has one value only; the responses that `x` ranks highest
-        above `y`; and those that `y` ranks highest above `x`. The difference is the column `parts`, in shares
-        of all responses.
+        above `y`; and those that `y` ranks highest above `x`. Equal values have the mean of their ranks.
+        The columns `above_x` and `above_y` are shares of the responses with a smaller value.
     """
     where, values = _with_both(chosen, x, y)
     ranked = (
         f'SELECT run, step, "index", prompt_id, {quoted(x)} AS x, {quoted(y)} AS y,'
-        f" percent_rank() OVER (ORDER BY {quoted(x)}) AS rank_x,"
-        f" percent_rank() OVER (ORDER BY {quoted(y)}) AS rank_y FROM rollouts WHERE {where}"
+        " percent_rank() OVER by_x AS above_x, percent_rank() OVER by_y AS above_y,"
+        " rank() OVER by_x + cume_dist() OVER by_x * count(*) OVER () AS rank_x,"
+        " rank() OVER by_y + cume_dist() OVER by_y * count(*) OVER () AS rank_y"
+        f" FROM rollouts WHERE {where}"
+        f" WINDOW by_x AS (ORDER BY {quoted(x)}), by_y AS (ORDER BY {quoted(y)})"
     )
     [found] = rollouts.rows(
         f"WITH ranked AS ({ranked}) SELECT corr(rank_x, rank_y) AS correlation,"

@@ -1,7 +1,7 @@
 """The recorded rollouts of one or two runs in a database, for the pages of `rlhf inspect`.
 
     Parquet parts --> `rollouts`  one row for each response: what has one value, length, gap, annotations
-                  --> `texts`     decoded responses, filled by a thread (`decode_all`)
+                  --> `texts`     decoded responses to search in, filled by a thread (`decode_all`)
 
 Tokens and what has a value for each token stay in the parts and are read when a response is shown. The
 database is a file in a temporary folder. After it is filled it can read the parts and no other file, and none
@@ -12,6 +12,7 @@ of its settings can be changed. Values of users are bound as parameters; names o
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "allow_community_extensions": "false",
     "python_enable_replacements": "false",
 }
+_PARTS = "read_parquet(?, union_by_name = true, hive_partitioning = false)"
+"""Without partitioning, because a folder `step=7` in their path would replace the column."""
 _DECODED_AT_ONCE = 1000
 Row = dict[str, Any]
 
@@ -73,14 +76,16 @@ class Filter:
     run: int | None = None
     prompt: str = ""
     """A prompt_id."""
+    source: str = ""
+    """Data source of the prompt."""
     excluded: str = ""
     """`yes` or `no`, or a reason."""
     text: str = ""
-    """Part of the response, upper and lower case alike."""
+    """Part of the response. Upper and lower case are alike, and so is white space of any length."""
 
     @classmethod
     def of(cls, query: Mapping[str, str], numbers: Sequence[str]) -> Self:
-        """Return the filter of a query with `min:COLUMN`, `max:COLUMN`, run, prompt, excluded and text.
+        """Return the filter of a query with `min:COLUMN`, `max:COLUMN`, run, prompt, source, excluded, text.
 
         Raises InputError for a value that is no number.
         """
@@ -89,9 +94,9 @@ class Filter:
             for name in numbers
             if query.get(f"min:{name}") or query.get(f"max:{name}")
         }
-        run = _number(query, "run")
-        others = {name: query.get(name, "") for name in ("prompt", "excluded", "text")}
-        return cls(limits, None if run is None else int(run), **others)
+        run = query.get("run")
+        others = {name: query.get(name, "") for name in ("prompt", "source", "excluded", "text")}
+        return cls(limits, whole("run", run) if run else None, **others)
 
     def condition(self) -> tuple[str, list[Any]]:
         """Return the condition of a WHERE, and its parameters."""
@@ -104,9 +109,10 @@ class Filter:
         if self.run is not None:
             parts.append("run = ?")
             values.append(self.run)
-        if self.prompt:
-            parts.append("prompt_id = ?")
-            values.append(self.prompt)
+        for column, value in (("prompt_id", self.prompt), ("source", self.source)):
+            if value:
+                parts.append(f"{column} = ?")
+                values.append(value)
         if self.excluded in ("yes", "no"):
             parts.append(f"excluded IS {'NOT ' if self.excluded == 'yes' else ''}NULL")
         elif self.excluded:
@@ -115,10 +121,22 @@ class Filter:
         if self.text:
             parts.append(
                 'EXISTS (FROM texts t WHERE (t.run, t.step, t."index") = (rollouts.run, rollouts.step,'
-                ' rollouts."index") AND contains(lower(t.text), lower(?)))'
+                ' rollouts."index") AND contains(t.text, ?))'
             )
-            values.append(self.text)
+            values.append(_searched(self.text))
         return " AND ".join(parts), values
+
+
+def whole(name: str, text: str) -> int:
+    """Return a number of an address. Raises InputError if it has not one to nine digits."""
+    if re.fullmatch("[0-9]{1,9}", text) is None:
+        raise InputError(f"{name} must be a number of at most nine digits; got {text[:40]}")
+    return int(text)
+
+
+def _searched(text: str) -> str:
+    """Return a text as searches compare it, with words as in `phrases`."""
+    return " ".join(text.lower().split())
 
 
 def _number(query: Mapping[str, str], name: str) -> float | None:
@@ -170,6 +188,9 @@ class Rollouts:
         self.count, self.first_step, self.last_step = self.one(
             "SELECT count(*), min(step), max(step) FROM rollouts"
         )
+        distinct = self.rows("SELECT DISTINCT source FROM rollouts WHERE source IS NOT NULL ORDER BY source")
+        self.prompt_sources = [str(row["source"]) for row in distinct]
+        """Data sources of the prompts."""
         self.decoded = 0
         """Responses that a search for text finds."""
 
@@ -181,9 +202,7 @@ class Rollouts:
     def _select(self, number: int, run: RecordedRun) -> tuple[str, list[Any]]:
         """Return the rows of a run, with the parameters."""
         parts = [str(part) for part in self._parts[number]]
-        columns = self._database.execute(
-            "DESCRIBE FROM read_parquet(?, union_by_name = true)", [parts]
-        ).fetchall()
+        columns = self._database.execute(f"DESCRIBE FROM {_PARTS}", [parts]).fetchall()
         names = [str(name) for name, *_ in columns]
         values: list[Any] = [number]
         shown = ["?::INTEGER AS run", f"len(record.response_ids) AS {LENGTH}"]
@@ -193,9 +212,12 @@ class Rollouts:
                 shown.append(f"{_without_nan(column)} AS {quoted(name)}")
             elif not kind.endswith("[]"):
                 shown.append(column)
+        if "source" not in names:
+            shown.append("NULL::VARCHAR AS source")
         if {"rollout_logprobs", "old_logprobs"} <= set(names):
-            distance = "list_distance(record.rollout_logprobs, record.old_logprobs)"
-            shown.append(f"{distance} / sqrt(len(record.response_ids)) AS {GAP}")
+            # `[1:]` copies. The function refuses missing lists in others, which filtered responses have.
+            distance = "list_distance(record.rollout_logprobs[1:], record.old_logprobs[1:])"
+            shown.append(f"{_without_nan(f'({distance} / sqrt(len(record.response_ids)))')} AS {GAP}")
         joins = []
         for place, name in enumerate(run.annotations):
             shown.append(f"{_without_nan(f'a{place}.score')} AS {quoted(ANNOTATION + name)}")
@@ -204,8 +226,7 @@ class Rollouts:
                 ' = (record.kind, record.step, record."index")'
             )
         values += [parts, *(str(file) for file in run.annotations.values())]
-        source = "read_parquet(?, union_by_name = true) record"
-        return f"SELECT {', '.join(shown)} FROM {source} {' '.join(joins)}", values
+        return f"SELECT {', '.join(shown)} FROM {_PARTS} record {' '.join(joins)}", values
 
     def _numbers(self) -> list[str]:
         columns = self._database.execute("DESCRIBE rollouts").fetchall()
@@ -214,7 +235,7 @@ class Rollouts:
         counts = self.one(f"SELECT {', '.join(f'count({quoted(name)})' for name in names)} FROM rollouts")
         found = [name for name, count in zip(names, counts, strict=True) if count]
         if self.one("SELECT bool_and(total IS NOT DISTINCT FROM score) FROM rollouts") == (True,):
-            found.remove("total")
+            found = [name for name in found if name != "total"]
         rewards = [name for name in found if name.startswith((REWARD, ANNOTATION))]
         own = [name for name in ("score", "total", "kl") if name in found]
         return ["step", *own, LENGTH, *rewards, *(name for name in found if name not in {*own, *rewards})]
@@ -266,7 +287,7 @@ class Rollouts:
         for (run, part), group in groupby(sorted(keys), lambda key: (key.run, self._part(key))):
             wanted = list(group)
             rows = self.rows(
-                f'SELECT step, "index", {", ".join(columns)} FROM read_parquet(?)'
+                f'SELECT step, "index", {", ".join(columns)} FROM {_PARTS}'
                 " WHERE step BETWEEN ? AND ?"
                 ' AND (step, "index") IN (SELECT unnest(?), unnest(?))',
                 [
@@ -290,12 +311,12 @@ class Rollouts:
         cursor = self._database.cursor()
         for run, part in self._backwards():
             source = self._database.cursor()
-            source.execute('SELECT step, "index", response_ids FROM read_parquet(?)', [str(part)])
+            source.execute(f'SELECT step, "index", response_ids FROM {_PARTS}', [str(part)])
             while rows := source.fetchmany(_DECODED_AT_ONCE):
                 if stop.is_set():
                     return
                 steps, indices, tokens = zip(*rows, strict=True)
-                texts = self.decode(run, tokens)
+                texts = [_searched(text) for text in self.decode(run, tokens)]
                 batch = pa.table({"step": steps, "index": indices, "text": texts})
                 cursor.register("batch", batch)
                 cursor.execute('INSERT INTO texts SELECT ?, step, "index", text FROM batch', [run])

@@ -11,6 +11,8 @@ from tokenizers.decoders import DecodeStream
 
 _LARGE_LOGPROB, _LARGE_KL = 6.0, 3.0
 """Nats that have the strongest colour."""
+MEASURES = ("log-probability", "KL", "advantage", "value")
+"""Names of all measures. A response may lack some of them."""
 LEVELS = 4
 """Strength of the strongest colour."""
 
@@ -25,6 +27,11 @@ class Measure:
     """(T,) of the tokens."""
     levels: list[int]
     """(T,) colours: from -LEVELS to LEVELS, 0 is none."""
+
+    @property
+    def place(self) -> int:
+        """Number of its colours in the style, the same for all responses of a page."""
+        return MEASURES.index(self.name)
 
 
 @dataclass(frozen=True)

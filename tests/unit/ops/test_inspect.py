@@ -2,13 +2,18 @@
 
 - every page answers only with the token, to a loopback host, and without scripts
 - responses are escaped, and invisible characters are replaced
-- filters, orders and searches choose the right responses; a column that does not exist is refused
+- filters, orders and searches choose the right responses; a column that does not exist is refused, and so
+  are numbers that no record has
+- a folder `step=9` in the path of a record is no value of a column
+- ranges are named only where they have a value
 - NaN is no value, columns without values are left out, a missing level has no gap
 - annotations are columns, also where some responses have none
 - the phrase that became frequent is first, with what each score pays for it
 - two scores: counts are those of the linked responses, and what one ranks above the other
 - two runs: the last responses to the same prompt, by difference
-- tokens have text, values and colours; a character of several tokens is whole
+- tokens have text, values and colours; a character of several tokens is whole; a measure has the same
+  colours in responses that have other measures
+- a record without scores is sorted by what it has
 - the database reads no other files
 - a step is exported as one file that loads nothing
 - the command prints its link and ends with Ctrl-C; it exports a step of a run in a store
@@ -35,6 +40,7 @@ import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scipy.stats import spearmanr
 from starlette.testclient import TestClient
 
 from rlhf_cli import main as cli
@@ -44,7 +50,7 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import newest_run
 from rlhf_core.ops.inspect.pages import Pages
-from rlhf_core.ops.inspect.queries import grid, pairs, parting, steps
+from rlhf_core.ops.inspect.queries import grid, lowest, pairs, parting, steps
 from rlhf_core.ops.inspect.rollouts import Filter, Key, RecordedRun, Rollouts
 from rlhf_core.ops.inspect.server import export, make_app
 from rlhf_core.ops.inspect.tokens import tokens_of
@@ -58,13 +64,17 @@ PHRASE = "calm calm dog"
 NAN = float("nan")
 
 
-def _record(folder: Path, *, better: float = 0.0, level: RecordLevel = "all") -> Path:
+def _without_filtered(values: list[list[float]]) -> list[list[float] | None]:
+    return [*values[:2], None, *values[3:]]
+
+
+def _record(folder: Path, *, better: float = 0.0, level: RecordLevel = "all", values: bool = False) -> Path:
     """Write four steps of four responses. The phrase is in all of step 4; the gold reward falls with it."""
     tokenizer = train_tokenizer([HOSTILE, PHRASE, "the dog is kind", "naïve 日本"] * 3, 400)
     tokenizer.save_pretrained(folder / "policy")
     writer = RecordWriter(folder / "parts", "ppo", RecordConfig(level=level))
     for step in range(1, 5):
-        texts = [f"the dog is kind {PHRASE if step == 4 else step}"] * 3 + [HOSTILE if step == 2 else "日本"]
+        texts = [f"the dog is\nkind {PHRASE if step == 4 else step}"] * 3 + [HOSTILE if step == 2 else "日本"]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         scores = [step + index / 10 + better for index in range(4)]
         numbers = [[-0.5 - 0.1 * place for place in range(len(row))] for row in ids]
@@ -74,6 +84,7 @@ def _record(folder: Path, *, better: float = 0.0, level: RecordLevel = "all") ->
             "index": [0, 1, 2, 3],
             "group": [0, 1, 2, 3],
             "prompt_id": [f"p{index}" for index in range(4)],
+            "source": ["chats", "chats", "chats", "questions"],
             "prompt_ids": [tokenizer.encode(f"dog {index}", add_special_tokens=False) for index in range(4)],
             "response_ids": ids,
             "finished": [True] * 4,
@@ -84,9 +95,10 @@ def _record(folder: Path, *, better: float = 0.0, level: RecordLevel = "all") ->
             "kl": [0.5 * step] * 4,
             "excluded": [None, None, "filtered", None],
             "rollout_logprobs": numbers,
-            "old_logprobs": [[value + 0.25 for value in row] for row in numbers],
-            "ref_logprobs": [[value - 2.0 for value in row] for row in numbers],
-            "advantages": numbers,
+            "old_logprobs": _without_filtered([[value + 0.25 for value in row] for row in numbers]),
+            "ref_logprobs": _without_filtered([[value - 2.0 for value in row] for row in numbers]),
+            "values": _without_filtered(numbers) if values else [None] * 4,
+            "advantages": _without_filtered(numbers),
             "reward/model": scores,
             "reward/gold": [NAN, -step, -step, 1 - step],
         }
@@ -114,7 +126,7 @@ def both(record: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rol
     annotation = folder / "annotation.parquet"
     rows = {"kind": ["ppo", "ppo"], "step": [4, 4], "index": [0, 1], "score": [9.0, NAN], "why": ["a", "b"]}
     pq.write_table(pa.table(rows), annotation)
-    other = _record(folder / "other", better=1.0, level="rewards")
+    other = _record(folder / "step=9", better=1.0, level="rewards")
     (folder / "database").mkdir()
     runs = [RecordedRun("one", record, {"judge": annotation}), RecordedRun("two", other)]
     rollouts = Rollouts(runs, folder / "database")
@@ -159,6 +171,8 @@ def test_filters_and_orders_choose_responses(both: Rollouts) -> None:
     assert found(Filter(run=1, prompt="p1"), "step", descending=False) == [
         (1, step, 1) for step in range(1, 5)
     ]
+    assert found(Filter(source="questions", run=0)) == [(0, step, 3) for step in (4, 3, 2, 1)]
+    assert len(found(Filter(text="Dog  is kind", run=1))) == 12, "white space and case are alike"
     assert found(Filter(text="CALM dog", run=1)) == [(1, 4, 2), (1, 4, 1), (1, 4, 0)]
     assert found(Filter({"step": (1, 1)}), "reward/gold")[-2:] == [(0, 1, 0), (1, 1, 0)], "NaN is the last"
 
@@ -166,10 +180,13 @@ def test_filters_and_orders_choose_responses(both: Rollouts) -> None:
 def test_values_of_a_query_are_no_sql(client: TestClient) -> None:
     for name, value in {"text": "' OR 1=1 --", "prompt": "' OR 1=1 --", "excluded": "' OR 1=1 --"}.items():
         assert "<span>none</span>" in client.get("/secret/responses", params={name: value}).text
-    for wrong in ({"sort": 'score" --'}, {"min:score": "1 OR 1"}, {"offset": "x"}, {"sort": "prompt_ids"}):
+    large = {"offset": "9" * 20}, {"offset": "9" * 5000}, {"run": "1e300"}
+    for wrong in (
+        {"sort": 'score" --'}, {"min:score": "1 OR 1"}, {"offset": "x"}, {"sort": "prompt_ids"}, *large
+    ):  # fmt: skip
         assert client.get("/secret/responses", params=wrong).status_code == 400
     assert client.get("/secret/scores?x=nothing").status_code == 400
-    for key in ("0,9,9", "2,1,1", "0,1", "a,b,c"):
+    for key in ("0,9,9", "2,1,1", "0,1", "a,b,c", "", "0,1," + "9" * 20):
         assert client.get("/secret/response", params={"of": key}).status_code == 400
     assert client.get("/secret/nothing").status_code == 404
 
@@ -181,7 +198,11 @@ def test_columns_are_those_with_values(both: Rollouts) -> None:
     ]  # fmt: skip
     assert both.sources == ["reward/model", "reward/gold", "annotation/judge"]
     _, rows = both.page(Filter(), "gap", descending=True, offset=0, limit=100)
-    assert {(row["run"], row["gap"] and round(row["gap"], 5)) for row in rows} == {(0, 0.25), (1, None)}
+    assert {(row["run"], row["gap"] and round(row["gap"], 5)) for row in rows} == {
+        (0, 0.25),
+        (0, None),
+        (1, None),
+    }
 
 
 def test_an_annotation_is_a_column_of_its_run(both: Rollouts) -> None:
@@ -218,6 +239,13 @@ def test_a_number_of_the_grid_is_that_of_its_responses(both: Rollouts, client: T
         assert found == int(count)
 
 
+def test_a_value_on_the_border_of_a_bin_is_in_one_bin(both: Rollouts) -> None:
+    ranges = [Filter({"step": (lowest(one), one[1])}) for one in ((None, 2.0), (2.0, 3.0), (3.0, None))]
+    found = [both.page(chosen, "step", descending=True, offset=0, limit=1) for chosen in ranges]
+    assert [count for count, _ in found] == [16, 8, 8]
+    assert lowest((2.0, 2.0)) == 2.0, "a bin of one value"
+
+
 def test_few_values_have_a_bin_each(both: Rollouts) -> None:
     found = grid(both, Filter(run=0), "step", "reward/gold")
     assert found.columns == [(1, 1), (2, 2), (3, 3), (4, 4)]
@@ -227,7 +255,9 @@ def test_few_values_have_a_bin_each(both: Rollouts) -> None:
 
 def test_what_one_score_ranks_above_another(both: Rollouts) -> None:
     correlation, above, below = parting(both, Filter(run=0), "reward/model", "reward/gold", 2)
-    assert correlation is not None and correlation < -0.8
+    rows = both.rows('FROM rollouts WHERE run = 0 AND "reward/gold" IS NOT NULL')
+    expected = spearmanr([row["reward/model"] for row in rows], [row["reward/gold"] for row in rows])
+    assert correlation == pytest.approx(expected.statistic) and expected.statistic < -0.8
     assert {row["step"] for row in above} == {4} and {row["step"] for row in below} == {1}
     assert PHRASE in above[-1]["text"] or PHRASE in above[0]["text"]
 
@@ -252,6 +282,37 @@ def test_tokens_have_texts_values_and_colours(both: Rollouts) -> None:
     assert logprob.levels[0] == -1 and kl.levels[0] == 3
     without = tokens_of(both.tokens([Key(1, 3, 3)])[Key(1, 3, 3)], both.tokenizers[1])
     assert without.measures == [], "the level `rewards` has no values of tokens"
+
+
+def test_a_measure_has_the_same_colours_in_responses_with_others(record: Path, tmp_path: Path) -> None:
+    other = _record(tmp_path / "other", level="logprobs", values=True)
+    rollouts = Rollouts([RecordedRun("one", record), RecordedRun("two", other)], tmp_path)
+    shown = Pages(rollouts, "").response({"of": "1,3,0", "beside": "0,3,0"})
+    found = re.findall(r'id="colour-(\d)"[^>]*> ([\w-]+)', shown)
+    assert found == [("0", "log-probability"), ("1", "KL"), ("2", "advantage"), ("3", "value")]
+    places = [set(re.findall(r"m(\d)[np]\d", article)) for article in shown.split("<article>")[1:]]
+    assert places == [{"0", "1", "3"}, {"0", "1", "2"}]
+    # The first one was filtered: only the engine's log-probabilities are known.
+    shown = Pages(rollouts, "").response({"of": "1,3,2", "beside": "1,3,1"})
+    assert re.findall(r'id="colour-(\d)"', shown) == ["0", "1", "3"]
+
+
+def test_a_record_without_scores_is_sorted_by_what_it_has(record: Path, tmp_path: Path) -> None:
+    shutil.copytree(record, tmp_path / "ppo")
+    for part in (tmp_path / "ppo" / "record").iterdir():
+        rows = pq.read_table(part)
+        for name in ("total", "score"):
+            rows = rows.set_column(rows.schema.get_field_index(name), name, pa.nulls(len(rows), pa.float32()))
+        pq.write_table(rows.drop_columns(["source"]), part)  # as an earlier release
+    rollouts = Rollouts([RecordedRun("one", tmp_path / "ppo")], tmp_path)
+    assert "Responses, sorted by kl." in Pages(rollouts, "").responses({})
+    assert "<span>none</span>" in Pages(rollouts, "").responses({"source": "chats"})
+
+
+def test_ranges_are_named_only_where_they_have_a_value(client: TestClient) -> None:
+    shown = client.get("/secret/responses?text=&source=&min:score=&max:score=&min:kl=1&max:kl=").text
+    assert "<summary>Ranges: kl</summary>" in shown and 'name="source"' in shown
+    assert "<summary>Ranges</summary>" in client.get("/secret/responses?min:score=&max:score=").text
 
 
 def test_the_database_reads_no_other_files(both: Rollouts, tmp_path: Path) -> None:
