@@ -175,7 +175,7 @@ def test_a_function_that_needs_the_group_gets_all_responses_to_a_prompt_in_one_c
         ({"score": 3}, r"reward python: smoke\.1, the response 'a b', must get score 3; got 2; correct"),
         ({"min": 2.5}, "must get min 2.5; got 2"),
         ({"max": 1, "min": 0}, "must get min 0 and max 1; got 2"),
-        ({"score": 0, "response": "bad"}, r"smoke\.1, the response 'bad', has no value: it returned nan, but"),
+        ({"score": 0, "response": "bad"}, r"smoke\.1, the response 'bad', has no value: it returned nan"),
     ],
 )
 def test_a_response_with_a_known_value_is_checked_before_all_others(
