@@ -168,8 +168,7 @@ class RewardComposer:
                 elif isinstance(source, RemoteReward):
                     self._external[name] = RemoteService(source)
                 elif isinstance(source, LanguageModelReward):
-                    kept = replies if source.pure else None
-                    self._external[name] = LanguageModelGrades(source, digest, kept)
+                    self._external[name] = LanguageModelGrades(source, digest, replies)
                 else:
                     continue
                 started.callback(self._external[name].close)

@@ -218,7 +218,9 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
 def check_smoke(name: str, rows: Sequence[SmokeRow], call: Call) -> None:
     """Score the responses with known values.
 
-    Raises ConfigError for the first one with a wrong value or without one.
+    Raises:
+        ConfigError: One has a wrong value.
+        RewardError: One has no value, which another attempt may give it.
     """
     samples = [
         RewardInput(prompt_id(row.prompt), row.prompt, row.response, (), (), row.finished, row.meta)
@@ -226,11 +228,12 @@ def check_smoke(name: str, rows: Sequence[SmokeRow], call: Call) -> None:
     ]
     outcome = call(samples) if samples else Outcome([])
     for index, (row, value) in enumerate(zip(rows, outcome.values, strict=True)):
+        place = f"reward {name}: smoke.{index}, the response {row.response[:60]!r},"
+        if index in outcome.reasons:
+            raise RewardError(f"{place} has no value: {outcome.reasons[index]}")
         if not row.accepts(value):
-            reason = f" ({outcome.reasons[index]})" if index in outcome.reasons else ""
             raise ConfigError(
-                f"reward {name}: smoke.{index}, the response {row.response[:60]!r}, must get {row.expected};"
-                f" got {value:g}{reason}; correct the reward or the row"
+                f"{place} must get {row.expected}; got {value:g}; correct the reward or the row"
             )
 
 

@@ -59,7 +59,7 @@ class LanguageModelGrades:
     Args:
         source: Settings.
         digest: sha256 of the rubric at the beginning of the run.
-        replies: Folder of kept replies; None: they are not kept.
+        replies: Folder of kept replies; None: they are not kept. Nor are those of a source that is not pure.
 
     Raises:
         ConfigError: The rubric cannot be read, or was changed, or the key of the server is not set.
@@ -74,7 +74,7 @@ class LanguageModelGrades:
         self._rubric = _RUBRIC
         if source.rubric is not None:
             self._rubric = read_rubric(source.rubric, f"{self._name}.rubric", digest)
-        self._replies = Replies(replies, self._judge())
+        self._replies = Replies(replies if source.pure else None, self._judge())
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
         """Grade (n,) samples.

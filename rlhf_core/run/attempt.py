@@ -287,7 +287,7 @@ class _Attempt:
         try:
             result = function(config, context)
             unregister()
-            if spec.pipeline_key and (out / RECORD).is_dir():
+            if spec.stage == "ppo" and spec.pipeline_key and (out / RECORD).is_dir():
                 run = pipeline_name(spec.config, spec.pipeline_key)
                 command = ["rlhf", "inspect", run, "--home", spec.config.run.home]
                 self.stage_run.set_tags({"rlhf.record": shlex.join(command)})

@@ -117,7 +117,8 @@ def _started(
         Home.of(config.run.home).judge,
         config.run.threads,
     )
-    with fleet, open_rewards(fleet, rewards) as composer:
+    with open_rewards(rewards) as composer_of, fleet:
+        composer = composer_of(fleet)
         context.progress("ppo start", processes, processes, "processes")
         demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
         evaluation = None

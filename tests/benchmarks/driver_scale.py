@@ -235,7 +235,8 @@ def measure(ranks: int, responses: int, tokens: int, *, rules: bool) -> dict[str
 
     fleet.sync = sync
     settings = RewardSettings(config.ppo.rewards, str)
-    with tempfile.TemporaryDirectory() as folder, open_rewards(fleet, settings) as composer:
+    with tempfile.TemporaryDirectory() as folder, open_rewards(settings) as composer_of:
+        composer = composer_of(fleet)
         controller: Any = PPOController(fleet, prompts, str, composer, local_context(Path(folder)))
         controller._log_samples = lambda *_args: None  # reads 16 responses
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

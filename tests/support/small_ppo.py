@@ -121,10 +121,10 @@ def small_ppo(
     folders = {**dict.fromkeys(ROLES, model), **(roles or {})}
     rewards = RewardSettings(config.ppo.rewards, decode, score_clip=config.ppo.score_clip)
     with (
+        open_rewards(rewards) as composer_of,
         Fleet(PPOSettings.of(config), config.run.device, folders, 0, monitor) as fleet,
-        open_rewards(fleet, rewards) as composer,
     ):
-        controller = PPOController(fleet, prompts, decode, composer, local_context(work))
+        controller = PPOController(fleet, prompts, decode, composer_of(fleet), local_context(work))
         controller.sync()
         yield controller
 

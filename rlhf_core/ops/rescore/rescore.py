@@ -95,7 +95,9 @@ def rescore(
         raise InputError(f"{file}: all sources have the weight 0; leave it out")
     artifacts, ref = run.artifact("ppo")
     folder = run.recorded("ppo")
-    old = read_rollouts(folder, ["step", "index", "group", "prompt_id", against], steps)
+    old = read_rollouts(folder, list({"step", "index", "group", "prompt_id", against}), steps)
+    if not pa.types.is_floating(old.schema.field(against).type):
+        raise InputError(f"--against: must be a column of rewards, such as total; got {against}; correct it")
     present = pc.unique(old["step"]).to_pylist()
     if not present:
         raise InputError(f"{folder} has none of these steps; leave --steps out for all")

@@ -152,14 +152,15 @@ def _parts(
 
 
 @contextmanager
-def open_rewards(fleet: Fleet, settings: RewardSettings) -> Iterator[Composer]:
-    """Yield what scores the batches of PPO. Its processes and connections end with this context.
+def open_rewards(settings: RewardSettings) -> Iterator[Callable[[Fleet], Composer]]:
+    """Yield a function that returns what scores the batches of PPO, for a fleet that has started. Processes
+    and connections of this host end with this context.
 
-    Raises ConfigError if a source cannot be used.
+    Raises ConfigError if a source cannot be used, before a fleet is needed.
     """
     reads_responses = any(not isinstance(source, ModelReward) for source in settings.sources)
     if reads_responses and not any(isinstance(source, ExternalReward) for source in settings.sources):
-        yield RewardActors(fleet, settings)
+        yield lambda fleet: RewardActors(fleet, settings)
         return
     with settings.composer() as composer:
-        yield composer
+        yield lambda _fleet: composer

@@ -3,8 +3,8 @@
 - the gold reward of recorded responses is that of the run, bit for bit, and is an annotation of the artifact
 - a reward model reads the recorded tokens; one with another tokenizer the text
 - a command that was killed continues after its last step, with the same rows in the end
-- steps and prompts can be chosen; a file without weights, sections that are not rewards, and steps that were
-  not recorded are errors
+- steps and prompts can be chosen; a file without weights, sections that are not rewards, steps that were not
+  recorded, and columns that are no rewards are errors
 - the step at which two rewards part, rank correlations over all responses and within prompts, and the largest
   disagreements, on numbers that are worked out by hand
 - the command prints the tables and writes them as HTML and JSON
@@ -186,6 +186,15 @@ def test_a_file_that_cannot_be_used_is_named(
 ) -> None:
     with pytest.raises((ConfigError, InputError), match=problem):
         rescore(run, written(tmp_path, text))
+
+
+@pytest.mark.parametrize("column", ["step", "prompt_id", "response_ids", "weights"])
+def test_a_column_without_rewards_is_refused_before_anything_is_scored(
+    run: FinishedRun, tmp_path: Path, column: str
+) -> None:
+    with pytest.raises(InputError, match=f"--against: must be a column of rewards.* got {column}"):
+        rescore(run, written(tmp_path, "rewards: [{type: gold}]"), against=column)
+    assert not (run.file.parent / "rescore").exists()
 
 
 def test_they_part_where_the_new_one_stays_lower_while_the_old_one_rises() -> None:

@@ -175,7 +175,7 @@ def test_a_function_that_needs_the_group_gets_all_responses_to_a_prompt_in_one_c
         ({"score": 3}, r"reward python: smoke\.1, the response 'a b', must get score 3; got 2; correct"),
         ({"min": 2.5}, "must get min 2.5; got 2"),
         ({"max": 1, "min": 0}, "must get min 0 and max 1; got 2"),
-        ({"score": 0, "response": "bad"}, r"must get score 0; got nan \(it returned nan, but"),
+        ({"score": 0, "response": "bad"}, r"smoke\.1, the response 'bad', has no value: it returned nan"),
     ],
 )
 def test_a_response_with_a_known_value_is_checked_before_all_others(
@@ -186,7 +186,8 @@ def test_a_response_with_a_known_value_is_checked_before_all_others(
     if problem is None:
         RewardComposer((source,)).close()
         return
-    with pytest.raises(ConfigError, match=problem):
+    # A missing value can be due to a service that does not answer now: the stage is tried again.
+    with pytest.raises(RewardError if row.get("response") == "bad" else ConfigError, match=problem):
         RewardComposer((source,))
 
 

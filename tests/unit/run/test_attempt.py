@@ -109,21 +109,25 @@ def test_artifact_that_exists_by_now_is_reused(tmp_path: Path) -> None:
     assert attempt(lambda _context: pytest.fail("the stage ran again")) == made
 
 
-@pytest.mark.parametrize("records", [True, False])
-def test_the_tracker_names_the_command_that_reads_the_record(tmp_path: Path, records: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "records", "is_named"), [("ppo", True, True), ("ppo", False, False), ("sample", True, False)]
+)
+def test_the_tracker_names_the_command_that_shows_the_record_of_ppo(
+    tmp_path: Path, name: StageName, records: bool, is_named: bool
+) -> None:
     def stage(_config: PipelineConfig, context: StageContext) -> StageResult:
         (context.output / ("record" if records else "other")).mkdir()
         (context.output / "numbers.json").write_text("{}")
         return StageResult({})
 
     attempt = Attempt(tmp_path / "a home")
-    key = f"{records:d}" * 16
-    ref = attempt_with(stage, StageSpec("ppo", key, attempt.config, pipeline_key="1" * 64))
+    key = f"{records:d}{is_named:d}" * 8  # MLflow's server is that of all tests
+    ref = attempt_with(stage, StageSpec(name, key, attempt.config, pipeline_key="1" * 64))
     assert ref.mlflow_run_id is not None
     tags = open_tracking(attempt.config).mlflow.tags(ref.mlflow_run_id)
     assert tags["rlhf.artifact"] == ref.uri
     command = f"rlhf inspect rlhf-seed0-11111111 --home '{tmp_path}/a home'"
-    assert tags.get("rlhf.record") == (command if records else None)
+    assert tags.get("rlhf.record") == (command if is_named else None)
 
 
 def test_the_claim_names_what_the_stage_reads(tmp_path: Path) -> None:

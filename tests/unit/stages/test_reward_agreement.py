@@ -72,6 +72,14 @@ def test_a_grader_that_agrees_with_people_passes(tmp_path: Path) -> None:
     assert found["reward_agreement/language_model/mean"] == 1.0
 
 
+def test_a_grader_that_is_not_pure_is_asked_again(tmp_path: Path) -> None:
+    context = context_of(tmp_path, "people")
+    with ChatServer(by_length) as server:
+        for asked in (40, 80):
+            check_language_model_rewards(config_of(tmp_path, server.url, pure=False), context, "ppo")
+            assert len(server.requests) == asked
+
+
 @pytest.mark.parametrize(("reply", "share"), [("5", "0.500"), ("", "0.000")])
 def test_a_grader_that_does_not_agree_is_refused(reply: str, share: str, tmp_path: Path) -> None:
     context = context_of(tmp_path, "people")

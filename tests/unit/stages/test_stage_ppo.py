@@ -3,6 +3,7 @@
 - the agreement of language models that grade, for runs that reuse the policy
 - the critic starts from the reward model only where that gives the rewards
 - rewards that read responses have the threads of the stage
+- a reward that gives a known response another value ends the stage before the fleet starts
 - `policy` has the weights of the last step and `policy_ema` their average if there is one, or `policy` has
   the average with `publish: average`; both with the tokenizer
 """
@@ -21,6 +22,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import LoraConfig
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
+from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.stages import ppo
 from rlhf_core.testing import stage_context
@@ -94,6 +96,25 @@ def test_rewards_that_read_responses_have_the_threads_of_the_stage(context: Stag
     fleet = ScriptedFleet(config)
     with ppo._started(config, context, load_decoder(context.inputs["data"]), fleet):
         assert [actor._settings.threads for actor in fleet.rewards] == [3]
+
+
+def test_a_reward_with_another_value_than_known_ends_the_stage_before_the_fleet(
+    context: StageContext, tmp_path: Path
+) -> None:
+    class Unwanted(ScriptedFleet):
+        @override
+        def __enter__(self) -> ScriptedFleet:
+            pytest.fail("the fleet was started")
+
+    (tmp_path / "r.py").write_text("def f(samples):\n    return [1.0 for _ in samples]\n")
+    smoke = [{"prompt": "p", "response": "a", "score": 2}]
+    source = {"type": "python", "function": "r:f", "file": str(tmp_path / "r.py"), "smoke": smoke}
+    config = config_from_tree(
+        {"run": {"device": "cpu"}, "ppo": {"evaluate_every": 0, "rewards": [source]}}, "test"
+    )
+    opened = ppo._started(config, context, load_decoder(context.inputs["data"]), Unwanted(config))
+    with pytest.raises(ConfigError, match="must get score 2; got 1"), opened:
+        pass
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, DataError, RewardError
 from rlhf_core.ppo.sampling.reward_actor import RewardSettings, open_rewards
-from rlhf_core.ppo.sampling.rollouts import Collector, decoded
+from rlhf_core.ppo.sampling.rollouts import Collector, Composer, decoded
 from rlhf_core.ppo.training.batch import ModelScores, RolloutBatch, RolloutColumns
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
@@ -95,11 +96,13 @@ def scored(
     fleet.node_ids = [f"node {number}" for number in range(nodes or 1)]
     fleet.sync(0)
     ppo = config.ppo
-    with (
-        RewardComposer(ppo.rewards, score_clip=ppo.score_clip)
-        if nodes is None
-        else open_rewards(fleet, RewardSettings(ppo.rewards, decode, score_clip=ppo.score_clip)) as composer
-    ):
+    with ExitStack() as opened:
+        composer: Composer
+        if nodes is None:
+            composer = opened.enter_context(RewardComposer(ppo.rewards, score_clip=ppo.score_clip))
+        else:
+            settings = RewardSettings(ppo.rewards, decode, score_clip=ppo.score_clip)
+            composer = opened.enter_context(open_rewards(settings))(fleet)
         collector = Collector(ppo, fleet, PROMPTS, decode, composer, 0)
         batch = collector.collect(1, 0)
         rewards = batch.rewards or collector.rewards(batch)
