@@ -9,6 +9,7 @@
     ├── InfrastructureError        a process, host, network or service failed; the stage is tried again
     │   ├── StageFailed            a stage's child process ended without a result
     │   │   └── StageTimedOut      it took longer than run.stage_timeout, over all its attempts; not retried
+    │   │       └── BudgetSpent    the run has used its run.budget
     │   ├── WorkerDied             a Ray worker, engine or training rank is gone
     │   ├── WorkerStuck            one of them makes no progress
     │   ├── OutOfMemory            of a device or of the host; tried again once
@@ -114,6 +115,10 @@ class StageFailed(InfrastructureError):
 
 class StageTimedOut(StageFailed):
     """A stage exceeded `run.stage_timeout`. The same command continues it, with the same time limit."""
+
+
+class BudgetSpent(StageTimedOut):
+    """A run has used its `run.budget`. The same command continues it with a larger one."""
 
 
 class WorkerDied(InfrastructureError):

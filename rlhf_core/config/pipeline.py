@@ -147,6 +147,24 @@ class TimeoutsConfig(Section):
     """Seconds for one weight sync"""
 
 
+class BudgetConfig(Section):
+    """What a run may use, over all its commands. At the limit it is stopped, and a larger one continues it.
+
+    The hours are those of each stage times its devices: GPUs, and one on the CPU. A stage that the run reuses
+    counts as well, work that was lost in a crash does not.
+    """
+
+    device_hours: PositiveFloat = execution(...)
+    """Limit in hours of a device"""
+    price: PositiveFloat | None = execution(None)
+    """Price of an hour of a device, in any currency: messages and `rlhf plan` say costs as well"""
+
+    def spoken(self, device_hours: float) -> str:
+        """Return hours with their price: `12.5 device hours (25.00)`."""
+        price = "" if self.price is None else f" ({device_hours * self.price:.2f})"
+        return f"{device_hours:.3g} device hours{price}"
+
+
 class RunConfig(Section):
     """The run itself. Only the seed and the device change the numbers."""
 
@@ -166,6 +184,8 @@ class RunConfig(Section):
     """Seconds before the first retry; doubles, five times at most"""
     stage_timeout: PositiveFloat = execution(604800.0, within=Range(1, 5e8, "a stage needs seconds to start"))
     """Seconds after which a stage is stopped, over all its attempts in one command"""
+    budget: BudgetConfig | None = execution(None)
+    """What the whole run may use; null: no limit"""
     timeouts: TimeoutsConfig = execution(TimeoutsConfig())
     """When a process counts as stalled"""
     env: dict[str, str] = rounding(

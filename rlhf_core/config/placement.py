@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_core.config.pipeline import ModelConfig, PipelineConfig, RunConfig
+from rlhf_core.config.pipeline import ModelConfig, PipelineConfig, RunConfig, runs_on_gpu
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.pipeline import StageName
 
 Role = Literal["policy", "reference", "critic", "reward", "judge"]
 TRAINED: tuple[Role, ...] = ("policy", "critic")
@@ -133,6 +134,24 @@ class PlacementPlan:
         parts = [f"{group.ranks} {group.label}" for group in self.groups]
         shared = ", on the same GPUs" if self.colocated else ""
         return f"{', '.join([*parts, engines])}{shared} = {self.devices}"
+
+
+def devices_of(config: PipelineConfig, stage: StageName) -> int:
+    """Return the GPUs that a stage uses at a time; 1 on the CPU, and for stages without a model."""
+    if not runs_on_gpu(config):
+        return 1
+    return needed_devices(config, stage)
+
+
+def needed_devices(config: PipelineConfig, stage: StageName) -> int:
+    """Return the number of devices of the ranks and engines of a stage; 1 for stages without."""
+    if stage in config.training_sections:
+        return config.training_sections[stage].deepspeed.ranks
+    if stage == "ppo":
+        return plan(config.ppo).devices
+    if stage == "data":
+        return 1
+    return max(config.evaluate.ranks, config.evaluate.engines * config.ppo.engine.tensor_parallel)
 
 
 def plan(ppo: PPOConfig) -> PlacementPlan:

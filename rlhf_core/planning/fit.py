@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.placement import PlacementPlan
+from rlhf_core.config.placement import PlacementPlan, needed_devices
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import STAGES, StageName
@@ -134,15 +134,10 @@ def _language_model_engine(config: PipelineConfig, device: Device) -> Iterator[P
 
 
 def _too_few(config: PipelineConfig, hardware: Hardware) -> Iterator[Problem]:
-    placement, needed = plan_placement(config.ppo), dict[StageName, int]()
-    for name, section in config.training_sections.items():
-        needed[name] = section.deepspeed.ranks
-    if config.ppo.enabled:
-        needed[PPO] = placement.devices
-    needed[EVALUATION] = max(
-        config.evaluate.ranks, config.evaluate.engines * config.ppo.engine.tensor_parallel
-    )
-    for stage, devices in needed.items():
+    placement = plan_placement(config.ppo)
+    stages = [*config.training_sections, *([PPO] if config.ppo.enabled else []), EVALUATION]
+    for stage in stages:
+        devices = needed_devices(config, stage)
         if devices > hardware.count:
             how = f" ({placement.describe()})" if stage == PPO else ""
             text = f"{stage}: needs {devices} devices{how}; there are {hardware.count}"

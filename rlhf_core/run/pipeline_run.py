@@ -7,6 +7,7 @@ of the pipeline: a hash of everything that decides its result.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import time
@@ -32,10 +33,12 @@ from rlhf_core.config.keys import (
     sources_read,
     stage_inputs,
 )
+from rlhf_core.config.pipeline import BudgetConfig
+from rlhf_core.config.placement import devices_of
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.yaml import dump
 from rlhf_core.data.sources import pinned
-from rlhf_core.errors import InputError, RLHFError, StoreError, Superseded
+from rlhf_core.errors import BudgetSpent, InputError, RLHFError, StoreError, Superseded
 from rlhf_core.executors.job_files import delete_jobs
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName, stages_between
@@ -47,6 +50,7 @@ from rlhf_core.run.state import describe_unfinished, process_of, read_state
 from rlhf_core.run.summary import (
     headline_metrics,
     is_continued_by,
+    made_in,
     nothing_made,
     outcome,
     reuse_sentence,
@@ -270,6 +274,25 @@ class PipelineRun:
         self.current_stage = {}
         self.save_state("running")
 
+    def budget_left(self, spec: StageSpec) -> float:
+        """Return the seconds that `run.budget` leaves for a stage; infinity without one.
+
+        Raises BudgetSpent if nothing is left.
+        """
+        budget = self.config.run.budget
+        if budget is None:
+            return math.inf
+        spent = 0.0
+        for name, record in self.records.items():
+            spent += devices_of(self.config, name) * (made_in(record) or 0.0)
+        devices = devices_of(self.config, spec.stage)
+        checkpoints = CheckpointStore(self.store, spec.key, self.home.cache, self.config.store)
+        spent += devices * checkpoints.stored_seconds()
+        left = (3600 * budget.device_hours - spent) / devices
+        if left <= 0:
+            raise budget_spent(budget, spec.stage)
+        return left
+
     def tag_message(self, name: str, message: str) -> None:
         """Store a message of PPO as the tag `rlhf.{name}` of the MLflow run: `guard.loops`, `advice.sync`."""
         self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
@@ -391,6 +414,15 @@ class PipelineRun:
         known = read_json(file)
         if known is None or not is_continued_by(summary, known):
             write_json(file, summary)
+
+
+def budget_spent(budget: BudgetConfig, stage: StageName) -> BudgetSpent:
+    """Return the error of a run whose budget is spent in or before a stage."""
+    spent = budget.spoken(budget.device_hours)
+    return BudgetSpent(
+        f"the budget of the run is spent: {spent}; raise run.budget.device_hours, and stage {stage} continues"
+        " from its last checkpoint"
+    )
 
 
 @contextmanager

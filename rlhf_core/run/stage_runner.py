@@ -17,14 +17,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.errors import InputError, Superseded
+from rlhf_core.errors import InputError, StageTimedOut, Superseded
 from rlhf_core.executors.child import OnEvent, StageProcess, run_child
 from rlhf_core.executors.environment import stage_environment
 from rlhf_core.executors.follow import JobFollower, open_scheduler
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.display import Pace, current_display
-from rlhf_core.run.pipeline_run import PipelineRun
+from rlhf_core.run.pipeline_run import PipelineRun, budget_spent
 from rlhf_core.run.retries import RetryPolicy, retry_with
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.failpoints import failpoint
@@ -146,13 +146,14 @@ def _run_stage(
     """
     config = run.config
     # All attempts of a stage share its time.
-    left = config.run.stage_timeout - (time.monotonic() - run.first_started[spec.stage])
+    left = max(0.0, config.run.stage_timeout - (time.monotonic() - run.first_started[spec.stage]))
+    affordable = run.budget_left(spec)
     try:
         if config.run.executor_of(spec.stage) == "local":
             environment = stage_environment(config)
-            return run_child(spec, log_file, environment, max(0.0, left), on_event, waiting)
+            return run_child(spec, log_file, environment, min(left, affordable), on_event, waiting)
         scheduler = open_scheduler(config, spec.stage)
-        return JobFollower(scheduler, spec, log_file, max(0.0, left), on_event).run()
+        return JobFollower(scheduler, spec, log_file, min(left, affordable), on_event).run()
     except Superseded:
         raise  # The MLflow run belongs to the other attempt.
     except BaseException as error:  # also KeyboardInterrupt and Prefect's cancellation
@@ -160,6 +161,8 @@ def _run_stage(
         if "started" in seen:
             status: Status = "FAILED" if isinstance(error, Exception) else "KILLED"
             run.tracking.finish_stage(run.parent_run_id, spec.key, status)
+        if isinstance(error, StageTimedOut) and config.run.budget is not None and affordable < left:
+            raise budget_spent(config.run.budget, spec.stage) from error
         retries = retry_policy.remaining(error)
         if retries:
             log.warning("%s; trying again from the last checkpoint, %d tries left", error, retries)

@@ -49,7 +49,7 @@ def summarize(
             "seconds": round(record.seconds, 2),
             "reused": record.reused,
             "how": record.how,
-            "made_in_seconds": _made_in(record),
+            "made_in_seconds": made_in(record),
             "key": record.ref.key,
             "artifact": record.ref.uri,
             "metrics": dict(record.ref.metrics),
@@ -65,7 +65,8 @@ def summarize(
     return summary
 
 
-def _made_in(record: StageRecord) -> float | None:
+def made_in(record: StageRecord) -> float | None:
+    """Return the seconds of all work behind a stage; None if its artifact does not say them."""
     # The attribute counts the work of all attempts. For a stage that ran as a whole, its start counts, too.
     if record.how == "ran":
         return round(record.seconds, 2)

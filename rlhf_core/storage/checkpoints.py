@@ -199,14 +199,26 @@ class CheckpointStore:
         """Return the step of the newest checkpoint whose manifest can be read, and the other code because of
         which it is not continued, or an empty text. None without a checkpoint. Nothing is fetched.
         """
+        found = self._newest_readable()
+        if found is None:
+            return None
+        step, manifest = found
+        changed = _changes(manifest.body.get("made_with") or {}, _made_with())
+        return step, ", ".join(changed.values()) if self._refuses(changed) else ""
+
+    def stored_seconds(self) -> float:
+        """Return the duration of the work in the newest checkpoint; 0 without one. Nothing is fetched."""
+        found = self._newest_readable()
+        return 0.0 if found is None else float(found[1].body.get("seconds", 0.0))
+
+    def _newest_readable(self) -> tuple[int, Manifest] | None:
         for step in self._steps():
             try:
                 manifest = self._read(step)
             except CorruptArtifact:
                 continue
             if manifest is not None:
-                changed = _changes(manifest.body.get("made_with") or {}, _made_with())
-                return step, ", ".join(changed.values()) if self._refuses(changed) else ""
+                return step, manifest
         return None
 
     def _fetch(self, manifest: Manifest) -> Path:

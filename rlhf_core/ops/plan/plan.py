@@ -16,6 +16,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Limits
 from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import runs_on_gpu
+from rlhf_core.config.placement import needed_devices
 from rlhf_core.data.check import with_assumed_limits
 from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
@@ -113,6 +114,19 @@ class Plan:
         least += sum(work.at_median for work in self.work)
         most += sum(work.seconds for work in self.work)
         return least + self.evaluations, most + self.evaluations
+
+    @property
+    def device_hours(self) -> tuple[float, float]:
+        """`whole` in hours of a device. Stages that train nothing count as the largest one."""
+        devices: dict[str, int] = {}
+        if not self.hardware.device.is_cpu:
+            devices = {work.stage: needed_devices(self.config, work.stage) for work in self.work}
+        others = max(devices.values(), default=1)
+        least, most = (others * (seconds + self.evaluations) for seconds in self.starts)
+        for work in self.work:
+            least += devices.get(work.stage, 1) * work.at_median
+            most += devices.get(work.stage, 1) * work.seconds
+        return least / 3600, most / 3600
 
     @property
     def fullest(self) -> DeviceLoad:
@@ -466,6 +480,9 @@ def _say_rows(plan: Plan, console: Console, say: Say) -> None:
         f" ({duration(plan.evaluations)}) and starts of processes ({starts}), without the stage data."
         f"{_doubt(plan)}\n"
     )
+    if (budget := plan.config.run.budget) is not None:
+        least_hours, most_hours = map(budget.spoken, plan.device_hours)
+        say(f"budget: {budget.spoken(budget.device_hours)}; the run needs {least_hours} to {most_hours}\n")
 
 
 def _doubt(plan: Plan) -> str:

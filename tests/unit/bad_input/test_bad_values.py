@@ -267,7 +267,7 @@ FIELDS = (
         "ppo:\n  rewards: [{weight: 1}]\n",
         ("ppo.rewards.0.type", "is required", "keywords"),
     ),
-    Bad("no rewards", "ppo: {rewards: []}\n", ("ppo.rewards", "at least 1", "a list of 0")),
+    Bad("no rewards", "ppo: {rewards: []}\n", ("ppo.rewards must have a source", "ppo.teacher")),
     Bad(
         "a reward that is text",
         "ppo: {rewards: [model]}\n",

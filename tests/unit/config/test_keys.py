@@ -127,7 +127,7 @@ def test_a_setting_of_the_judge_that_the_reward_model_has_too_is_in_no_key(part:
 
 JUDGE: dict[str, Any] = {"optimizer": {}, "deepspeed": {}, "lora": {}}
 EVERYTHING = {
-    "run": {"device": "cpu", "resources": {"default": {}}},
+    "run": {"device": "cpu", "resources": {"default": {}}, "budget": {"device_hours": 1.0}},
     "model": {"path": "model"},
     "sft": {"lora": {}, "early_stop": {}},
     "drift": {},

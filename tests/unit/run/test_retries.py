@@ -3,21 +3,23 @@
 - `retries` times in a row; a committed checkpoint makes up for the failures before it
 - never after a user error or a deterministic failure, and not after an interrupt
 - once after a lack of memory
-- all attempts share the time of the stage
+- all attempts share the time of the stage, and all stages the budget of the run
 - an attempt ends the MLflow run of its stage only after it has started, because another attempt can hold it
 - `run_with_retries` follows the policy, with a delay that doubles
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_inputs
-from rlhf_core.errors import OutOfMemory, RLHFError, StageFailed, StageTimedOut
+from rlhf_core.errors import BudgetSpent, OutOfMemory, RLHFError, StageFailed, StageTimedOut
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.retries import NEVER_RETRIED, RetryPolicy, retry_with
@@ -101,7 +103,7 @@ class Stages:
         self._database = database
         self._patch = patch
 
-    def run(self, body: str, **settings: float) -> PipelineRun:
+    def run(self, body: str, **settings: Any) -> PipelineRun:
         """Return a run whose stages execute `body`."""
         self.change(body)
         tree = {
@@ -154,6 +156,22 @@ def test_all_attempts_share_the_time_of_the_stage(stages: Stages) -> None:
     limit = r"stopped after [0-2] seconds, all that run\.stage_timeout=100 left it"
     with pytest.raises(StageTimedOut, match=limit):
         get_or_run_stage(run, "data", {}, RetryPolicy(5))
+
+
+def test_a_run_stops_when_its_budget_is_spent_and_goes_on_with_a_larger_one(stages: Stages) -> None:
+    hours = 2.0 / 3600
+    run = stages.run("time.sleep(600)", budget={"device_hours": hours, "price": 3600.0})
+    spent = r"budget of the run is spent: 0\.000556 device hours \(2\.00\); raise run\.budget\.device_hours"
+    with pytest.raises(BudgetSpent, match=spent):
+        get_or_run_stage(run, "data", {}, RetryPolicy(5))
+    larger = stages.run("return REF", budget={"device_hours": 1.0})
+    assert (larger.key, larger.folder) == (run.key, run.folder), "it continues that run"
+    made = run_with_retries(larger, "data")
+    assert larger.budget_left(larger.spec("data", {})) == pytest.approx(3600 - made.seconds, abs=0.1)
+    # What a checkpoint holds is spent, too: here all of it.
+    larger.records["data"] = replace(made, seconds=3600.0)
+    with pytest.raises(BudgetSpent, match="stage data continues from its last checkpoint"):
+        larger.budget_left(larger.spec("data", {}))
 
 
 WARNS = f"""
