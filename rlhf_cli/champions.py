@@ -101,8 +101,8 @@ def _rollback(
     text = describe(move)
     if not changed:
         text = (
-            f"nothing changed: this rollback was made at {_utc(move.time)} UTC; to go back further use --to or"
-            " another reason"
+            f"nothing changed: this rollback was made at {_utc(move.time)} UTC; to go back further use --to"
+            " or another reason"
         )
     print(printable(f"{name}: {text}"))
     return 0

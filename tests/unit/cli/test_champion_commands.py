@@ -139,7 +139,7 @@ def test_unknown_names_and_folders_are_input_errors(
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        f"error: no registered models yet (--home): there is no database of MLflow at {tmp_path}/mlflow.db"
+        f"error: this folder has no runs (--home): there is no database of MLflow at {tmp_path}/mlflow.db"
     )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
