@@ -105,6 +105,7 @@ def _rollback(
             " or another reason"
         )
     print(printable(f"{name}: {text}"))
+    _describe_missing_event("rollback", home, changed=changed)
     return 0
 
 
@@ -126,6 +127,7 @@ def _promote(name: str, version: str, /, *, reason: Reason, home: HomeFolder = H
     if not changed:
         text = f"nothing changed: version {move.version} is the champion since {_utc(move.time)} UTC"
     print(printable(f"{name}: {text}"))
+    _describe_missing_event("promote", home, changed=changed)
     return 0
 
 
@@ -222,6 +224,15 @@ def _chat(policy: str, /, *, port: int = 8000, url: str | None = None) -> int:
     else:
         chat(f"http://127.0.0.1:{port}/v1", policy, os.environ.get(API_KEY))
     return 0
+
+
+def _describe_missing_event(deployment: str, home: str, *, changed: bool) -> None:
+    """Print that automations of Prefect do not learn of a change, if there is a server that has some."""
+    from rlhf_core.ops.servers.servers import are_up
+    from rlhf_core.system.home import Home
+
+    if changed and are_up(Home.of(home)):
+        print(f"no event was emitted; the deployment rlhf-{deployment}/{deployment} does the same with one")
 
 
 def describe(move: Move) -> str:

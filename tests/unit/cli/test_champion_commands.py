@@ -20,6 +20,7 @@ from prefect.exceptions import ParameterTypeError
 
 from flows import champion
 from rlhf_cli import main as cli
+from rlhf_core.ops.servers import servers
 from rlhf_core.tracking.champion_log import Move, append
 from rlhf_core.tracking.database import ensure_database
 from rlhf_core.tracking.mlflow_client import Mlflow
@@ -99,6 +100,17 @@ def test_a_refusal_is_shown_with_its_reason(
     assert rlhf("champions", model, "--json") == 0
     [found] = json.loads(capsys.readouterr().out)[model]["refused"]
     assert (found["version"], found["reason"]) == ("3", "win rate 0.469 is below 0.5")
+
+
+def test_a_change_on_the_command_line_names_the_deployment_that_emits_an_event(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "no event was emitted; the deployment rlhf-rollback/rollback does the same with one"
+    monkeypatch.setattr(servers, "are_up", lambda home: True)
+    assert rlhf("rollback", model, "--reason", "it insults people") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [line]
+    assert rlhf("rollback", model, "--reason", "it insults people") == 0
+    assert "event" not in capsys.readouterr().out, "nothing was changed"
 
 
 def test_a_registry_without_models_is_no_empty_answer(
