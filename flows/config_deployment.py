@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prefect import get_client
+from prefect import Flow, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
@@ -45,9 +45,19 @@ class ConfigDeployment:
     if_changed: bool
     """Whether the pipeline runs only if its inputs have changed (`flows/retrain.py`)."""
 
+    @property
+    def flow(self) -> Flow[..., Any]:
+        """The flow that it runs."""
+        return retrain if self.if_changed else rlhf
+
+    @property
+    def full_name(self) -> str:
+        """Its name for Prefect's commands: that of the flow and its own."""
+        return f"{self.flow.name}/{self.name}"
+
     def apply(self) -> str:
         """Create or update the deployment on the server of Prefect's settings, and return a line about it."""
-        flow = retrain if self.if_changed else rlhf
+        flow = self.flow
         entry = {
             "name": self.name,
             "description": (flow.description or "").partition("\n")[0],
@@ -68,14 +78,14 @@ class ConfigDeployment:
             else:
                 parameters = {**deployment.parameters, **self.parameters}
                 client.update_deployment(deployment.id, DeploymentUpdate(parameters=parameters))
-            deployment = client.read_deployment_by_name(f"{flow.name}/{self.name}")
+            deployment = client.read_deployment_by_name(self.full_name)
             own = _own_schedule(deployment)
             if self.schedule is not None and own is None:
                 new = DeploymentScheduleCreate(schedule=self.schedule, active=True, slug=SLUG)
                 client.create_deployment_schedules(deployment.id, [new])
             elif self.schedule is not None and own is not None:
                 client.update_deployment_schedule(deployment.id, own.id, schedule=self.schedule)
-            return _describe(flow.name, client.read_deployment(deployment.id))
+            return _describe(self.full_name, client.read_deployment(deployment.id))
 
 
 def config_deployment(
@@ -144,7 +154,7 @@ def _own_schedule(deployment: DeploymentResponse) -> DeploymentSchedule | None:
     return next((each for each in deployment.schedules if each.slug == SLUG), None)
 
 
-def _describe(flow: str, deployment: DeploymentResponse) -> str:
+def _describe(name: str, deployment: DeploymentResponse) -> str:
     """Return what Prefect's server has now, after the changes of the command and of people."""
     times = "no schedule"
     own = _own_schedule(deployment)
@@ -152,4 +162,4 @@ def _describe(flow: str, deployment: DeploymentResponse) -> str:
         is_active = own.active and not deployment.paused
         state = "active" if is_active else "paused: turn it on on its page"
         times = f'"{own.schedule.cron}" in {own.schedule.timezone}, {state}'
-    return f"deployment {flow}/{deployment.name}: {deployment.parameters['config']}, {times}"
+    return f"deployment {name}: {deployment.parameters['config']}, {times}"

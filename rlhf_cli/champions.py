@@ -32,7 +32,7 @@ HUB = "hub:"
 
 @app.command(group=REGISTRY)
 def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: bool = False) -> int:
-    """Show champions of registered models, and their history.
+    """Show champions of registered models, and every decision with its reason.
 
     Example: rlhf champions demo-policy
 
@@ -42,6 +42,7 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
     """
     from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import champions, moved_by_hand, registered_models
+    from rlhf_core.tracking.registry import refusals
 
     mlflow = open_registry(home)
     names = [name] if name else registered_models(mlflow)
@@ -50,7 +51,12 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         for each in names:
             champion, moves = champions(mlflow, each)
             history = [asdict(move) for move in moves]
-            found[each] = {"champion": champion and champion.version, "history": history}
+            refused = [refusal._asdict() for refusal in refusals(mlflow, each, moves)]
+            found[each] = {
+                "champion": champion and champion.version,
+                "history": history,
+                "refused": refused,
+            }
         print(dumps(found))
         return 0
     if not names:
@@ -59,8 +65,11 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         champion, moves = champions(mlflow, each)
         text = f"champion is version {champion.version}" if champion else "no champion"
         print(printable(f"{each}: {text}"))
-        for move in moves:
-            print(printable(f"  {describe(move)}"))
+        decisions = [(move.time, describe(move)) for move in moves]
+        for time, version, reason in refusals(mlflow, each, moves):
+            decisions.append((time, f"{_utc(time)}  version {version} refused: {reason}"))
+        for _, line in sorted(decisions, key=lambda decision: decision[0]):
+            print(printable(f"  {line}"))
         if problem := moved_by_hand(mlflow, each, champion, moves):
             print(f"  warning: {problem}")
     return 0
@@ -92,10 +101,11 @@ def _rollback(
     text = describe(move)
     if not changed:
         text = (
-            f"nothing changed: this rollback was made at {_utc(move)} UTC; to go back further use --to or"
-            " another reason"
+            f"nothing changed: this rollback was made at {_utc(move.time)} UTC; to go back further use --to"
+            " or another reason"
         )
     print(printable(f"{name}: {text}"))
+    _describe_missing_event("rollback", home, changed=changed)
     return 0
 
 
@@ -115,8 +125,9 @@ def _promote(name: str, version: str, /, *, reason: Reason, home: HomeFolder = H
     move, changed = promote(open_registry(home), name, version, reason)
     text = describe(move)
     if not changed:
-        text = f"nothing changed: version {move.version} is the champion since {_utc(move)} UTC"
+        text = f"nothing changed: version {move.version} is the champion since {_utc(move.time)} UTC"
     print(printable(f"{name}: {text}"))
+    _describe_missing_event("promote", home, changed=changed)
     return 0
 
 
@@ -215,11 +226,20 @@ def _chat(policy: str, /, *, port: int = 8000, url: str | None = None) -> int:
     return 0
 
 
+def _describe_missing_event(deployment: str, home: str, *, changed: bool) -> None:
+    """Print that automations of Prefect do not learn of a change, if there is a server that has some."""
+    from rlhf_core.ops.servers.servers import are_up
+    from rlhf_core.system.home import Home
+
+    if changed and are_up(Home.of(home)):
+        print(f"no event was emitted; the deployment rlhf-{deployment}/{deployment} does the same with one")
+
+
 def describe(move: Move) -> str:
     """Return one line about a move, with its time in UTC."""
     from rlhf_core.tracking.champion_log import ACTION_NAMES
 
-    when = _utc(move)
+    when = _utc(move.time)
     state = "" if move.state == "done" else f" [{move.state}]"
     if move.action == "rolled_back":
         target = move.version or "no champion"
@@ -227,5 +247,5 @@ def describe(move: Move) -> str:
     return f"{when}  version {move.version} {ACTION_NAMES[move.action]}{state}: {move.reason}"
 
 
-def _utc(move: Move) -> str:
-    return datetime.fromtimestamp(move.time, UTC).strftime("%Y-%m-%d %H:%M")
+def _utc(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M")

@@ -347,7 +347,7 @@ def _up(
     """
     from flows.isolated import client_headers, isolate_prefect
     from rlhf_core.config.load import load_config
-    from rlhf_core.ops.servers.servers import are_up, up, use_servers
+    from rlhf_core.ops.servers.servers import are_up, next_step, up, use_servers
     from rlhf_core.planning.check import full_disk
 
     if timezone and not schedule:
@@ -376,10 +376,13 @@ def _up(
         raise InputError(f"--home: {problem}, or choose another")
     if deployment is None or not are_up(folder):
         print(up(folder.make(), client_headers, runs_in_home=home is not None))
+    runnable = "rlhf/full-pipeline --param ppo_steps=5"
     if deployment is not None:
         use_servers(folder)
         isolate_prefect()
         print(deployment.apply())
+        runnable = deployment.full_name
+    print(next_step(runnable))
     return 0
 
 

@@ -40,7 +40,7 @@ def _prune(
     """
     from rich.console import Console
 
-    from rlhf_core.ops.prune.prune import Pruning, parse_age
+    from rlhf_core.ops.prune.prune import Pruning, describe_folder, parse_age
     from rlhf_core.storage.bundles import readable_size
 
     age = parse_age(older_than)
@@ -50,6 +50,7 @@ def _prune(
     plan = pruning.plan()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     total, count = sum(item.size for item in plan.deleted), len(plan.deleted)
+    folder = pruning.home.path
     if not delete:
         if plan.deleted:
             console.print(_table_of_deleted(plan))
@@ -57,6 +58,7 @@ def _prune(
         print(f"would be deleted: {count}, {readable_size(total)}")
         if plan.deleted:
             print("nothing was changed; the same command with --delete deletes")
+        print(printable(describe_folder(folder)))
         return 0
     if plan.deleted:
         # Not for a plan, which deletes nothing: the ages follow from two clocks.
@@ -68,6 +70,7 @@ def _prune(
         print(printable(f"{item.label}, {readable_size(item.size)}: {state}"), flush=True)
     console.print(_table_of_kept(plan))
     print(f"deleted: {done}, {readable_size(freed)}")
+    print(printable(describe_folder(folder)))
     return 0
 
 

@@ -382,7 +382,7 @@ def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
         )
     held_out_prompts = len(splits["prompts"]["eval"])
     if not config.generates_prompts:
-        yield from _too_few_held_out(config, held_out_prompts)
+        yield from _too_few_held_out(config, held_out_prompts, count + held_out_prompts)
     held_out_pairs = len(splits["preference"]["eval"])
     if config.reward.enabled and held_out_pairs < _FEW_PAIRS:
         yield (
@@ -392,9 +392,21 @@ def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
         )
 
 
-def _too_few_held_out(config: PipelineConfig, count: int) -> Iterator[str]:
+def _enough(held_out: int, total: int) -> str:
+    """Return the setting with which so many of all prompts, and hardly ever fewer, are held out."""
+    # The split is random: two standard deviations more than the mean.
+    fraction = math.ceil(100 * (held_out + 2 * math.sqrt(held_out)) / total) / 100
+    return f"data.eval_fraction={fraction:g} is enough" if fraction <= 0.5 else "give more prompts"
+
+
+def _too_few_held_out(config: PipelineConfig, count: int, total: int) -> Iterator[str]:
     """Warn if too few prompts are held out for a champion, or to choose the policy with others than those
     that judge it.
+
+    Args:
+        config: The configuration.
+        count: Number of held-out prompts.
+        total: Number of all prompts.
     """
     ppo, prompts, least = config.ppo, config.evaluate.prompts, config.register_.min_prompts
     most = min(config.data.max_eval, count)
@@ -402,25 +414,27 @@ def _too_few_held_out(config: PipelineConfig, count: int) -> Iterator[str]:
     if count < least <= min(prompts, config.data.max_eval):
         yield (
             f"data.prompts: {count} prompts are held out (data.eval_fraction), fewer than"
-            f" register.min_prompts ({least}): no candidate can become champion; raise the fraction, or lower"
-            " register.min_prompts"
+            f" register.min_prompts ({least}): no candidate can become champion; {_enough(least, total)}, or"
+            " lower register.min_prompts"
         )
     if not config.evaluations_choose:
         return
+    wanted, needed = prompts + ppo.evaluate_prompts, least + ppo.evaluate_prompts
     shared = min(prompts, most) + min(ppo.evaluate_prompts, most) - most
     others = most - ppo.evaluate_prompts
     if others < min(LEAST_PROMPTS, prompts):
         yield (
             f"ppo.evaluate_prompts: {most} prompts are held out (data.max_eval, data.eval_fraction), so"
             f" at least {shared} of them both choose the policy and judge it, and results of evaluation"
-            f" and match are slightly too high; {prompts + ppo.evaluate_prompts} held-out prompts are enough"
+            f" and match are slightly too high; {wanted} held-out prompts are enough:"
+            f" {_enough(wanted, total)}"
         )
     elif others < least <= min(prompts, most):
         yield (
             f"ppo.evaluate_prompts: {ppo.evaluate_prompts} of {most} held-out prompts choose the policy, so"
             f" {others} judge it, fewer than register.min_prompts ({least}): no candidate can become"
-            f" champion; hold out {least + ppo.evaluate_prompts} (data.max_eval, data.eval_fraction), or"
-            " lower register.min_prompts"
+            f" champion; hold out {needed} (data.max_eval; {_enough(needed, total)}), or lower"
+            " register.min_prompts"
         )
 
 

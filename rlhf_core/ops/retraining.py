@@ -141,7 +141,9 @@ class Retraining:
         if self._state.rows is not None and new < min_new_rows:
             self._write()
             return RetrainingDecision(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
-        return RetrainingDecision(True, "Due", "the sources have changed")
+        if not self._state.marks:
+            return RetrainingDecision(True, "Due", "no retraining with these settings has finished yet")
+        return RetrainingDecision(True, "Due", f"the sources have changed ({new:+d} rows)")
 
     def record_start(self) -> bool:
         """Record the start of a retraining. Return whether MLflow has recorded it.

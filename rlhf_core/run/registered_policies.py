@@ -88,7 +88,7 @@ def open_registry(home: str) -> Mlflow:
     """
     return registry_of(
         PipelineConfig.model_validate({"run": {"home": str(Home.of(home).path)}}),
-        field="no registered models yet (--home)",
+        field="this folder has no runs (--home)",
     )
 
 

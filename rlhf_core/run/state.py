@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.redact import scrubbed
-from rlhf_core.run.summary import duration
+from rlhf_core.run.summary import duration, verdict
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import RecordedProcess
@@ -36,6 +36,8 @@ def describe_runs(home: Home) -> list[str]:
         if run is None:
             continue
         lines += _describe_run(file.parent.name, run, read_json(home.progress(file.parent.name)) or {})
+        if run["state"] == "finished" and (line := verdict(read_json(file.parent / "summary.json") or {})):
+            lines.append(f"    {line}")
         shown += 1
         if shown == _MAX_RUNS:
             break

@@ -481,6 +481,8 @@ def run_markdown(summary: Mapping[str, Any]) -> str:
     lines = [f"# Pipeline {end} in {duration(summary['seconds'])}", ""]
     if line := verdict(summary):
         lines += [f"**{line}**", ""]
+    if reason := summary.get("registration", {}).get("reason"):
+        lines += [_markdown_text(reason), ""]
     lines += [
         *_markdown_table(("result", "value"), results(summary)),
         "",
@@ -502,11 +504,15 @@ def _markdown_links(addresses: Mapping[str, str]) -> list[str]:
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
+    lines = ["| " + " | ".join(map(_markdown_text, row)) + " |" for row in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
+
+
+def _markdown_text(text: str) -> str:
+    """Return `text` escaped: names of files and reasons of people can have any characters."""
     from rlhf_core.data.card import markdown_cell
 
-    # Escaped, because names of files and reasons of people can have any characters.
-    lines = ["| " + " | ".join(map(markdown_cell, row)) + " |" for row in (head, *rows)]
-    return [lines[0], "|" + "---|" * len(head), *lines[1:]]
+    return markdown_cell(text)
 
 
 def duration(seconds: float) -> str:

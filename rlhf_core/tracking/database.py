@@ -33,6 +33,8 @@ _ADDRESSES = (
     ("logged_models", "artifact_location"),
 )
 """Tables and columns of MLflow with addresses of artifacts."""
+MACHINE_LEARNING = "workflowType=machine_learning"
+"""Query of a page of MLflow in its view for training."""
 LOCK_SECONDS = 120.0
 """Migrations take a few seconds, a minute on a busy machine."""
 
@@ -127,6 +129,13 @@ def _create(file: Path, artifacts: str) -> None:
 
     store = SqlAlchemyStore(f"sqlite:///{file}", artifacts)
     store.engine.dispose()
+
+
+def training_page(server: str) -> str:
+    """Return the page of an MLflow server with the runs of trainings. Its default page has prompts and
+    traces.
+    """
+    return f"{server.rstrip('/')}/#/experiments?{MACHINE_LEARNING}"
 
 
 def ui_command(uri: str) -> str:

@@ -116,6 +116,8 @@ class ModelVersion:
     tags: Mapping[str, str]
     source: str = ""
     """Address of its files."""
+    created: float = 0.0
+    """Seconds since 1970, on the server."""
 
 
 def shorten_timeouts() -> None:
@@ -437,7 +439,8 @@ def _all_pages(search: Callable[..., Any], *arguments: Any, **options: Any) -> I
 
 
 def _version(entry: Any) -> ModelVersion:
-    return ModelVersion(str(entry.version), dict(entry.tags), str(entry.source))
+    created = entry.creation_timestamp / 1000
+    return ModelVersion(str(entry.version), dict(entry.tags), str(entry.source), created)
 
 
 def sqlite_path(uri: str) -> Path | None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from rlhf_core.evaluation.evidence import Spent, next_level
 from rlhf_core.system.failpoints import failpoint
@@ -22,6 +23,7 @@ from rlhf_core.tracking.champion_log import Log, Move, PromotionTest, append, re
 from rlhf_core.tracking.champions import (
     CHAMPION,
     POLICY,
+    REVOKED,
     WEIGHTS,
     find_revocation,
     history,
@@ -163,6 +165,34 @@ def register(
         return Registration(model, version.version, created, decision, opponent, played)
     with registry_errors(mlflow, action):
         return _earlier_registration(read_log(mlflow, model), model, champion, created)
+
+
+class Refusal(NamedTuple):
+    """A version that its last registration did not make champion."""
+
+    time: float
+    """When the version was created, in seconds since 1970."""
+    version: str
+    reason: str
+
+
+def refusals(mlflow: Mlflow, model: str, moves: Iterable[Move]) -> list[Refusal]:
+    """Return the refused versions of `model`, the oldest first. A revoked one is left out: the move that
+    revoked it has the reason.
+
+    Args:
+        mlflow: The tracker.
+        model: Name of the registered model.
+        moves: The history of its champions.
+    """
+    won = {(move.version, move.reason) for move in moves if move.action == "crowned"}
+    found = []
+    with registry_errors(mlflow, f"list the versions of {model!r}"):
+        for version in mlflow.versions(model):
+            reason = version.tags.get(_REASON, "")
+            if reason and REVOKED not in version.tags and (version.version, reason) not in won:
+                found.append(Refusal(version.created, version.version, reason))
+    return sorted(found)
 
 
 def has_version(mlflow: Mlflow, model: str, weights_sha256: str) -> bool:

@@ -29,7 +29,7 @@ from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.also import Copies
 from rlhf_core.tracking.check import tracker_problem
-from rlhf_core.tracking.database import ui_command
+from rlhf_core.tracking.database import MACHINE_LEARNING, ui_command
 from rlhf_core.tracking.mlflow_client import (
     COLUMNS_KEY,
     DataSet,
@@ -61,7 +61,6 @@ PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = (
 
 _DESCRIPTION = "mlflow.note.content"
 """MLflow shows this tag as the description of a run, rendered as Markdown."""
-_MACHINE_LEARNING = "workflowType=machine_learning"
 _REUSED = "\n\n**Reused:** "
 """Beginning of the last paragraph in the description of a run that was repeated."""
 
@@ -332,7 +331,7 @@ class Tracking:
         experiment = self._try(lambda: self.mlflow.experiment_id)
         if experiment is None:
             return None
-        return f"{base}/#/experiments/{experiment}/runs?{_MACHINE_LEARNING}&viewStateShareKey={COLUMNS_KEY}"
+        return f"{base}/#/experiments/{experiment}/runs?{MACHINE_LEARNING}&viewStateShareKey={COLUMNS_KEY}"
 
     def _spool_folder(self, stage: str, key: str) -> Path:
         return self.spool / f"{stage}-{key}"
@@ -420,7 +419,7 @@ def _is_temporary(error: BaseException) -> bool:
 def _page(experiment: str, run_id: str | None, artifact: str = "") -> str:
     """Return the path of a run's page in MLflow's view for training; the default view is that for prompts."""
     part = f"/artifacts/{artifact}" if artifact else ""
-    return f"#/experiments/{experiment}/runs/{run_id}{part}?{_MACHINE_LEARNING}"
+    return f"#/experiments/{experiment}/runs/{run_id}{part}?{MACHINE_LEARNING}"
 
 
 def _artifact(data: ArtifactRef) -> DataSet:

@@ -52,7 +52,7 @@ from rlhf_core.storage.artifacts import (
     parse_artifact_copy,
     store_file,
 )
-from rlhf_core.storage.bundles import MANIFEST
+from rlhf_core.storage.bundles import MANIFEST, readable_size
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Claim, Fence, claim_next, observe, renewed
 from rlhf_core.storage.inventory import (
@@ -80,6 +80,8 @@ _CLOCK_SECONDS = 3600.0
 """Difference up to which the clocks of this machine and of the store agree."""
 _FRESH_SECONDS = 5.0
 """Age after which the registry and the state of runs are read again before something is deleted."""
+_SHOWN_FOLDERS = 6
+"""The line about `run.home` has at most so many of its folders and files."""
 _DAYS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)d?")
 _KEY = re.compile(r"rlhf\.([a-z]+)\.key")
 """Tag of a version with the key of one of its artifacts."""
@@ -137,7 +139,7 @@ class Pruning:
         """
         self._store = store
         self._mlflow = mlflow
-        self._home = home
+        self.home = home
         self._age = age
         self._outbox = Outbox.of(store, home.outbox)
         self._clock = clock
@@ -162,7 +164,7 @@ class Pruning:
         deleted += self._pending(known)
         if not self._store.is_local:
             present = [item.subject for item in kept if isinstance(item.subject, StoredArtifact)]
-            for copy in stale_copies(self._store, self._home.cache, present):
+            for copy in stale_copies(self._store, self.home.cache, present):
                 deleted.append(Item(copy, f"copy of {copy.name}", "the store does not have it"))
         return Plan(known, tuple(deleted), tuple(kept))
 
@@ -194,7 +196,7 @@ class Pruning:
             else:
                 is_allowed = subject in allowed or isinstance(subject, Pending)
                 claim = claims[subject.key]
-                deleted = is_allowed and remove(self._store, subject, claim, self._home)
+                deleted = is_allowed and remove(self._store, subject, claim, self.home)
                 if deleted:  # its own claim is the last one now
                     claims[subject.key] = replace(claim, attempt=claim.attempt + 1)
             yield item, deleted
@@ -236,7 +238,7 @@ class Pruning:
         """Yield the start and the artifacts of each run of this home that has not ended. A run can need later
         what no stage reads now.
         """
-        for file in self._home.run_states():
+        for file in self.home.run_states():
             state = read_state(file)
             if state is None or state["state"] != "running":
                 continue
@@ -411,6 +413,16 @@ def stale_copies(store: Store, cache: Path, artifacts: Collection[StoredArtifact
         copy = parse_artifact_copy(str(folder))
         if copy is not None and copy.store == store.url and folder.name not in present and folder.is_dir():
             yield CachedCopy(ArtifactName(copy.stage, copy.key), folder, bytes_below(folder))
+
+
+def describe_folder(home: Path) -> str:
+    """Return the size of `run.home` and of what is in it, the largest first."""
+    sizes = {}
+    for each in home.iterdir() if home.is_dir() else ():
+        sizes[each.name] = bytes_below(each) if each.is_dir() else each.stat().st_size
+    largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:_SHOWN_FOLDERS]
+    of = ", ".join(f"{name} {readable_size(sizes[name])}" for name in largest)
+    return f"{home} is {readable_size(sum(sizes.values()))}: {of or 'empty'}"
 
 
 def remove_copy(store: Store, copy: CachedCopy) -> bool:

@@ -34,10 +34,10 @@ from rlhf_core.run.state import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import HOME_OF_RUNS, Home
 from rlhf_core.system.launch import SAFE_PATH, launch, python_module
-from rlhf_core.system.local_http import responds
+from rlhf_core.system.local_http import post, responds
 from rlhf_core.system.processes import ProcessId, processes_with_env, stop, wait_gone
 from rlhf_core.tracking.check import tracker_problem
-from rlhf_core.tracking.database import ui_command
+from rlhf_core.tracking.database import training_page, ui_command
 
 HOME_VARIABLE = "RLHF_SERVERS"
 """The home folder, in the environment of every process that `up` starts, flow runs and stages included."""
@@ -163,17 +163,55 @@ def _describe_start(home: Home, state: ServersState) -> str:
         lines.append(f"         {_describe_login(home, state)}")
     else:
         lines.append("         (the server of PREFECT_API_URL; lost runs are not restarted automatically)")
-    lines.append(f"MLflow   {state.mlflow}")
+    lines.append(f"MLflow   {_mlflow_page(state)}")
     if "mlflow" not in state.servers:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
     lines.append(f"logs     {home.servers}")
+    lines += _describe_deployments(home, state)
     # The project's prefect.toml refers to the profiles of the default home.
     is_found = Path("prefect.toml").exists() and home.path == Home.of(".rlhf").path
     if "prefect" in state.servers and not is_found:
         lines.append(f"next     export PREFECT_PROFILES_PATH={shlex.quote(str(home.prefect_profiles))}")
-    prefect = shlex.quote(str(Path(sys.executable).parent / "prefect"))
-    lines.append(f"next     {prefect} deployment run rlhf/full-pipeline --param ppo_steps=5")
     return "\n".join(lines)
+
+
+def next_step(deployment: str) -> str:
+    """Return the line of `up` with the command that runs a deployment, which has a name `FLOW/NAME` and maybe
+    parameters.
+    """
+    prefect = shlex.quote(str(Path(sys.executable).parent / "prefect"))
+    return f"next     {prefect} deployment run {deployment}"
+
+
+def _mlflow_page(state: ServersState) -> str:
+    return training_page(state.mlflow) if state.mlflow.startswith("http") else state.mlflow
+
+
+def _describe_deployments(home: Home, state: ServersState) -> list[str]:
+    """Return a line for each schedule of a deployment that names a configuration, and for each such
+    deployment without a schedule. Nothing is known of an external server.
+    """
+    if "prefect" not in state.servers:
+        return []
+    auth = read_auth_string(home)
+    try:
+        flows = {flow["id"]: flow["name"] for flow in post(f"{state.prefect}/flows/filter", {}, auth=auth)}
+        found = post(f"{state.prefect}/deployments/filter", {"sort": "NAME_ASC"}, auth=auth)
+    except (OSError, ValueError):
+        return ["deployments: Prefect did not answer"]
+    lines = []
+    for each in found:
+        if not each["parameters"].get("config"):
+            continue
+        name = f"{flows.get(each['flow_id'])}/{each['name']}"
+        for schedule in each["schedules"]:
+            times = schedule["schedule"]
+            text = f'"{times["cron"]}" in {times.get("timezone") or "UTC"}' if "cron" in times else "times"
+            state_of_it = "active" if schedule["active"] and not each["paused"] else "paused"
+            lines.append(f"deployment {name}  {text}  {state_of_it}")
+        if not each["schedules"]:
+            lines.append(f"deployment {name}  no schedule")
+    return lines
 
 
 def _describe_login(home: Home, state: ServersState) -> str:
@@ -239,11 +277,9 @@ def status(home: Home) -> str:
 
     Names may come from files and servers and are printed without control characters.
     """
-    locations = [
-        f"logs:      {home.logs}",
-        f"summaries: {home.runs}/*/summary.json",
-        f"MLflow:    {ui_command(f'sqlite:///{home.mlflow_database}')}",
-    ]
+    locations = [f"logs:      {home.logs}", f"summaries: {home.runs}/*/summary.json"]
+    if supervisor_of(home) is None:
+        locations.append(f"MLflow:    {ui_command(f'sqlite:///{home.mlflow_database}')}")
     lines = [*_describe_servers(home), "", *describe_runs(home), "", *locations]
     return "\n".join(map(printable, lines))
 
@@ -253,8 +289,11 @@ def _describe_servers(home: Home) -> list[str]:
     if state is None or supervisor_of(home) is None:
         return ["servers: none; start them with `rlhf up` (`rlhf run` needs none)"]
     lines = [f"servers: {state.status} (supervisor pid {state.pid})"]
-    for name, url in (("prefect", state.prefect), ("mlflow", state.mlflow)):
-        page = url.removesuffix("/api")
+    servers = {
+        "prefect": (state.prefect, state.prefect.removesuffix("/api")),
+        "mlflow": (state.mlflow, _mlflow_page(state)),
+    }
+    for name, (url, page) in servers.items():
         if name in state.servers:
             answer = "up" if responds(f"{url}/health") else "NO ANSWER"
             lines.append(f"  {name:<8} {answer:<10} {page}{_restarts(state, name)}")
@@ -265,7 +304,7 @@ def _describe_servers(home: Home) -> list[str]:
     lines.append(f"  {'worker':<8} {answer:<10} {_restarts(state, 'worker')}")
     if "prefect" in state.servers:
         lines.append(f"  {_describe_login(home, state)}")
-    return lines
+    return [*lines, *(f"  {line}" for line in _describe_deployments(home, state))]
 
 
 def _restarts(state: ServersState, name: str) -> str:

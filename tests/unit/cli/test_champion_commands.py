@@ -20,6 +20,7 @@ from prefect.exceptions import ParameterTypeError
 
 from flows import champion
 from rlhf_cli import main as cli
+from rlhf_core.ops.servers import servers
 from rlhf_core.tracking.champion_log import Move, append
 from rlhf_core.tracking.database import ensure_database
 from rlhf_core.tracking.mlflow_client import Mlflow
@@ -80,6 +81,38 @@ def test_commands_print_the_history_and_a_rollback_can_be_repeated(
     assert f"{model}: champion is version 1" in capsys.readouterr().out
 
 
+def test_a_refusal_is_shown_with_its_reason(
+    model: str, database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow = Mlflow(f"sqlite:///{database}", "commands")
+    for reason in ("win rate 0.469 is below 0.5", "it lost"):
+        tags = {"rlhf.gate_reason": reason}
+        mlflow.create_version(model, source="/x", run_id=None, tags=tags, description="")
+    # Its decision is the move of the history; and a person has revoked the last one.
+    mlflow.tag_version(model, "2", {"rlhf.gate_reason": "it won 2"})
+    mlflow.tag_version(model, "4", {"rlhf.revoked": "it insults people"})
+    assert rlhf("champions", model) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "refused" in line] == lines[3:], "the history is sorted by time"
+    [refused] = lines[3:]
+    now = f"{datetime.now(UTC):%Y-%m}"
+    assert re.fullmatch(rf"  {now}-\d\d \d\d:\d\d  version 3 refused: win rate 0\.469 is below 0\.5", refused)
+    assert rlhf("champions", model, "--json") == 0
+    [found] = json.loads(capsys.readouterr().out)[model]["refused"]
+    assert (found["version"], found["reason"]) == ("3", "win rate 0.469 is below 0.5")
+
+
+def test_a_change_on_the_command_line_names_the_deployment_that_emits_an_event(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "no event was emitted; the deployment rlhf-rollback/rollback does the same with one"
+    monkeypatch.setattr(servers, "are_up", lambda home: True)
+    assert rlhf("rollback", model, "--reason", "it insults people") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [line]
+    assert rlhf("rollback", model, "--reason", "it insults people") == 0
+    assert "event" not in capsys.readouterr().out, "nothing was changed"
+
+
 def test_a_registry_without_models_is_no_empty_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +151,7 @@ def test_unknown_names_and_folders_are_input_errors(
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        f"error: no registered models yet (--home): there is no database of MLflow at {tmp_path}/mlflow.db"
+        f"error: this folder has no runs (--home): there is no database of MLflow at {tmp_path}/mlflow.db"
     )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
     assert rlhf("rollback", model, "--reason", "r", "--home", str(tmp_path)) == 2

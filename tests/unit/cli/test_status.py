@@ -56,6 +56,17 @@ def test_running_killed_and_failed_pipelines_are_distinguished(tmp_path: Path) -
     assert re.search(r"failed: failed, .*\n.*\n    was at: sft, .*\n    WorkerDied: rank 1", text)
 
 
+def test_a_finished_run_has_its_result_in_one_line(tmp_path: Path) -> None:
+    home = Home.of(tmp_path)
+    run = {"updated": time.time(), "config": "a.yaml", "stages": {}, "state": "finished"}
+    write_json(home.run("a") / "run.json", run)
+    rates = {"win_rate": {"mean": 0.948, "low": 0.909, "high": 0.978}, "kl": 5.05}
+    registration = {"champion": True, "reason": "it won"}
+    evaluation = {"rl_algorithm": "PPO", "policies": {"ppo": rates}}
+    write_json(home.run("a") / "summary.json", {"evaluate": evaluation, "registration": registration})
+    assert "\n    win rate 94.8 % [90.9, 97.8], KL 5.05, champion\n" in status(home)
+
+
 def test_run_that_is_deleted_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
     class Listed(Home):
         def run_states(self) -> Iterator[Path]:

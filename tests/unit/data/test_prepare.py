@@ -775,17 +775,37 @@ def test_too_few_held_out_prompts_are_reported_before_training(
         (
             {"evaluate_prompts": 71},
             50,
-            ("so at least 71 of them both choose", "199 held-out prompts are enough"),
+            (
+                "so at least 71 of them both choose",
+                "199 held-out prompts",
+                "enough: data.eval_fraction=0.23 is enough",
+            ),
         ),
-        ({"evaluate_prompts": 64}, 57, ("64 of 120 held-out prompts", "so 56 judge it", "hold out 121")),
+        (
+            {"evaluate_prompts": 64},
+            57,
+            (
+                "64 of 120 held-out prompts",
+                "so 56 judge it",
+                "hold out 121 (data.max_eval; data.eval_fraction=0.15",
+            ),
+        ),
     ],
 )
 def test_prompts_that_choose_the_policy_and_judge_it_are_reported(
     ppo: dict[str, int], least: int, words: tuple[str, ...]
 ) -> None:
     config = configure(ppo={"stop_patience": 3, **ppo}, register={"min_prompts": least})
-    (warning,) = _too_few_held_out(config, 120)
+    (warning,) = _too_few_held_out(config, 120, 1000)
     assert all(word in warning for word in words), warning
+
+
+def test_more_prompts_are_needed_if_half_of_them_are_not_enough() -> None:
+    config = configure(register={"min_prompts": 50})
+    few, many = (next(iter(_too_few_held_out(config, 6, total))) for total in (60, 200))
+    assert "champion; give more prompts, or lower" in few
+    # 50, and 2 sqrt(50) = 14.1 as a reserve
+    assert "champion; data.eval_fraction=0.33 is enough, or lower" in many
 
 
 def test_nothing_is_made_of_data_that_are_not_those_of_the_stages_key(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def test_a_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert deployment.name == "my-policy"
     assert deployment.parameters == {"config": str(tmp_path / "own" / "my-policy.yaml")}
     assert deployment.schedule is None
+    assert deployment.full_name == "rlhf/my-policy"
 
 
 def test_other_parameters_are_those_of_the_flow() -> None:

@@ -168,7 +168,9 @@ def test_a_configuration_names_store_and_tracker(
     assert "this MLflow does not have" in printed and "deleted: 0" in printed
     made = runs.publish("alone", "ppo")
     assert rlhf(*given, f"store.url={home}/store", "--older-than", "0d", "--delete") == 0
-    assert f"ppo/{made.key}, 0.00 MB: deleted" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"ppo/{made.key}, 0.00 MB: deleted" in printed
+    assert re.fullmatch(rf"{home} is \d+\.\d\d MB: .*store \d+\.\d\d MB.*", printed.splitlines()[-1])
 
 
 def test_wrong_input_is_named(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import InputError
+from rlhf_core.ops.servers import servers
 from rlhf_core.ops.servers.prefect_server import ensure_auth_string
 from rlhf_core.ops.servers.servers import HOME_VARIABLE, down, status, supervisor_of, up, use_servers
 from rlhf_core.system.files import write_json
@@ -176,6 +177,33 @@ def test_login_link_is_shown_on_a_terminal_only(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     link = f"open http://127.0.0.1:9/rlhf-login#{base64.b64encode(auth.encode()).decode()}"
     assert link in status(home)
+
+
+def test_status_lists_deployments_of_configurations_and_links_to_trainings(
+    home: Home, monkeypatch: pytest.MonkeyPatch, supervisor: ProcessId
+) -> None:
+    server = {"pid": 1, "restarts": 0, "last_end": ""}
+    write_json(home.servers_state, state_of(supervisor, servers={"prefect": server, "mlflow": server}))
+    weekly = {"schedule": {"cron": "0 2 * * 0", "timezone": "Europe/Berlin"}, "active": True}
+    common = {"flow_id": "f", "paused": False, "parameters": {"config": "my.yaml"}, "schedules": []}
+    answers = {
+        "flows": [{"id": "f", "name": "rlhf-retrain"}],
+        "deployments": [
+            {**common, "name": "full-pipeline", "parameters": {}},
+            {**common, "name": "by-hand"},
+            {**common, "name": "my", "schedules": [weekly]},
+            {**common, "name": "held", "schedules": [weekly], "paused": True},
+        ],
+    }
+    monkeypatch.setattr(servers, "post", lambda url, *_, **__: answers[url.split("/")[-2]])
+    text = status(home)
+    assert [line.strip() for line in text.splitlines() if "deployment rlhf" in line] == [
+        "deployment rlhf-retrain/by-hand  no schedule",
+        'deployment rlhf-retrain/my  "0 2 * * 0" in Europe/Berlin  active',
+        'deployment rlhf-retrain/held  "0 2 * * 0" in Europe/Berlin  paused',
+    ]
+    assert "http://127.0.0.1:9/#/experiments?workflowType=machine_learning" in text
+    assert "mlflow ui" not in text, "the server is up"
 
 
 def test_down_without_servers_has_nothing_to_stop(home: Home) -> None:

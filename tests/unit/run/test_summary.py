@@ -167,7 +167,10 @@ def test_result_table_has_the_promotion_with_its_reason(champion: str, outcome: 
     made = ArtifactRef("register", "b" * 16, "d", "/store/r", {}, None, facts)
     summary = summarize({"register": StageRecord(made, 1.0, False)}, 1.0, IDENTITY)
     assert results(summary) == [("promotion", f"demo version 3: {outcome}"), ("reason", "won <b>[x](y)")]
-    assert r"| reason | won &lt;b&gt;\[x\]\(y\) |" in run_markdown(summary)
+    page = run_markdown(summary)
+    assert r"| reason | won &lt;b&gt;\[x\]\(y\) |" in page
+    above = page.index("\n\nwon &lt;b&gt;\\[x\\]\\(y\\)\n\n")
+    assert above < page.index("| result |"), "the reason is also a paragraph"
 
 
 def test_result_table_names_a_model_whose_responses_never_end() -> None:
