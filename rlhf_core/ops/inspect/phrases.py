@@ -28,7 +28,9 @@ class Phrase:
     times: float
     """Mean number in a response after that has it."""
     differences: Mapping[str, float | None]
-    """Mean with the phrase minus mean without it, of both groups, by score; None if one of both is empty."""
+    """Mean with the phrase minus mean without it in the same step, by score; None if no step
+    has both.
+    """
 
     @property
     def rise(self) -> float:
@@ -57,7 +59,7 @@ def risen(
     """Return the phrases whose share rose most, the largest rise first.
 
     Args:
-        before: Responses: rows with `text` and the scores.
+        before: Responses: rows with `text`, `step` and the scores.
         after: The responses that are compared with them.
         scores: Names of scores, of which a row may have none (None).
         phrases_of: Yields the phrases of the words of a response.
@@ -99,10 +101,15 @@ def _is_within_longer(phrase: str, rising: Sequence[str], rises: Mapping[str, fl
 
 
 def _difference(rows: Sequence[Mapping[str, Any]], holders: set[int], name: str) -> float | None:
-    groups: tuple[list[float], list[float]] = ([], [])
+    # Within steps: over all of them, each phrase of late steps would have what the policy gained until then.
+    steps: dict[int, tuple[list[float], list[float]]] = {}
     for number, row in enumerate(rows):
         if row[name] is not None:
-            groups[number not in holders].append(row[name])
-    if not all(groups):
-        return None
-    return statistics.fmean(groups[0]) - statistics.fmean(groups[1])
+            steps.setdefault(row["step"], ([], []))[number not in holders].append(row[name])
+    differences, weights = [], []
+    for having, lacking in steps.values():
+        if having and lacking:
+            differences.append(statistics.fmean(having) - statistics.fmean(lacking))
+            # The inverse of the variance of this difference, if that of the values is the same in all steps.
+            weights.append(len(having) * len(lacking) / (len(having) + len(lacking)))
+    return statistics.fmean(differences, weights) if weights else None

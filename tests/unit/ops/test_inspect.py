@@ -8,7 +8,7 @@
 - ranges are named only where they have a value
 - NaN is no value, columns without values are left out, a missing level has no gap
 - annotations are columns, also where some responses have none
-- the phrase that became frequent is first, with what each score pays for it
+- the phrase that became frequent is first, with what each score pays for it within the same step
 - two scores: counts are those of the linked responses, and what one ranks above the other
 - two runs: the last responses to the same prompt, by difference
 - tokens have text, values and colours; a character of several tokens is whole; a measure has the same
@@ -218,14 +218,17 @@ def test_steps_are_means_without_nan(both: Rollouts) -> None:
     assert last["reward/gold"] == pytest.approx((-4 - 4 - 3) / 3)
 
 
-def test_the_phrase_that_pays_is_found(both: Rollouts, client: TestClient) -> None:
+def test_a_phrase_that_rose_is_found_with_what_it_is_paid_within_its_steps(
+    both: Rollouts, client: TestClient
+) -> None:
     shown = client.get("/secret/phrases?run=0").text
     rows = re.findall(r"<tr><th scope=\"row\".*?</tr>", shown.partition("Phrases that rose")[2])
     cells = [html.unescape(re.sub("<[^>]*>", " ", row)).split() for row in rows]
     [found] = [row for row in cells if " ".join(row).startswith(f"is kind {PHRASE}")]
-    # 0 % before, 75 % after, once in each; the model pays for it, and the gold reward does not.
+    # 0 % before, 75 % after, once in each. All scores of step 4 are higher by the model and lower by the gold
+    # reward, which is not the phrase: without it, this step has 4.3 and -3.
     assert found[5:9] == ["0.0%", "75.0%", "75.0%", "1.0"]
-    assert float(found[9]) > 2 and float(found[10]) < -2
+    assert [float(each) for each in found[9:11]] == pytest.approx([4.1 - 4.3, -4 + 3])
     assert "calm calm" in rows[0], "the largest rise is first"
 
 
