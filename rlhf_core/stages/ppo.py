@@ -14,7 +14,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
-from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
+from rlhf_core.data.dataset import load_prompts, open_prompts, open_sft, require_answers
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
@@ -100,7 +100,7 @@ def _started(
 ) -> Iterator[PPOController]:
     """Start the fleet, and yield its controller."""
     data, ppo = context.data, config.ppo
-    prompts = load_prompts(data, "train")
+    prompts = open_prompts(data, "train", context.scratch)
     # The stage `data` has checked the share of answers that can be reached.
     require_answers(prompts, ppo.rewards, most=1.0)
     processes = plan(ppo).processes
@@ -115,7 +115,7 @@ def _started(
     )
     with fleet, open_rewards(fleet, rewards) as composer:
         context.progress("ppo start", processes, processes, "processes")
-        demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
+        demonstrations = open_sft(data, "train", context.scratch) if ppo.ptx is not None else []
         evaluation = None
         if ppo.evaluation_interval is not None:
             held_out = prompts_of_ppo(config, load_prompts(data, "eval"))

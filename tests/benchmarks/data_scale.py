@@ -4,6 +4,8 @@ drift    comparing a data artifact with that of the champion, `--rows` rows in e
 steps    an optimizer step of SFT without its model, of 10,000 and of `--rows` rows
 encode   the stage `data` from the first rows that are encoded to the last ones, next to `encode_batch` of
          tokenizers for the same conversations and prompts, rendered before
+open     a training rank opens `--rows` pairs of 300 tokens and reads `STEPS` batches of them: the first one
+         of a host, and `RANKS` more at the same time, with the memory of all of them together
 
 Texts are sentences of this documentation in random order, prompts of about 100 tokens and responses of 180.
 `--tokenizer` is a folder with a tokenizer and its chat template; the default is trained on the texts.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
 import random
 import re
 import tempfile
@@ -22,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -29,10 +33,12 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data import prepare
+from rlhf_core.data.dataset import open_pairs
 from rlhf_core.data.sources import source_contents
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.ops.drift.measures import statistics_of_new_rows
+from rlhf_core.seeds import epoch_batch
 from rlhf_core.stages.training import Objective, Training, train_epochs
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
@@ -42,6 +48,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 STEPS = 200
 """Measured optimizer steps."""
 FEW_ROWS = 10_000
+RANKS = 2
+"""Ranks of a host."""
 
 
 def texts(seed: int, sentences: int) -> Iterator[str]:
@@ -154,6 +162,56 @@ def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
+def open_(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Open pairs as training ranks of one host do, each in a process of its own."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 2**17, (FEW_ROWS, 3, 100)).tolist()
+    pairs = [PairExample(str(i), "Is it late?", *map(tuple, tokens[i % FEW_ROWS])) for i in range(rows)]
+    data = write_data_artifact(folder / "data", pairs=pairs)
+    (folder / "work").mkdir()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        first, _ = pool.apply(_opened, (data, folder / "work"))
+    with context.Pool(RANKS, _share, (context.Barrier(RANKS),)) as pool:
+        ranks = pool.starmap(_opened, [(data, folder / "work")] * RANKS, chunksize=1)
+    most = max(seconds for seconds, _ in ranks)
+    each = sum(size for _, size in ranks) / (300 * rows)
+    return [
+        (f"first rank, {rows} pairs", f"{first:.2f} s"),
+        (f"each of {RANKS} ranks", f"{most:.2f} s"),
+        (f"memory of {RANKS} ranks together, a token", f"{each:.2f} bytes"),
+    ]
+
+
+_barrier: Any = None
+
+
+def _share(barrier: Any) -> None:
+    global _barrier  # of this process
+    _barrier = barrier
+
+
+def _opened(data: Path, work: Path) -> tuple[float, float]:
+    """Return the CPU seconds and the growth of this process in bytes, its share of common pages."""
+    open_pairs(data, "eval", work)  # imports Arrow
+    size, started = proportional_size(), time.process_time()
+    rows = open_pairs(data, "train", work)
+    for step in range(STEPS):
+        batch = [rows[i] for i in epoch_batch(len(rows), 128, 0, 0, step % (len(rows) // 128))]
+    seconds = time.process_time() - started
+    for index in range(len(rows)):
+        batch[0] = rows[index]  # as an epoch does: every page is mapped
+    if _barrier is not None:
+        _barrier.wait()
+    return seconds, proportional_size() - size
+
+
+def proportional_size() -> int:
+    """Return the bytes of this process, with its share of pages that others have as well."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
 def configuration(folder: Path) -> PipelineConfig:
     """Return a configuration whose prompts are those of its pairs."""
     pairs, model = str(folder / "pairs.jsonl"), folder / "model"
@@ -181,7 +239,7 @@ def rendered(
         yield render(row["prompt"], None)
 
 
-PARTS = {part.__name__: part for part in (drift, steps, encode)}
+PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, open_)}
 
 
 def main(arguments: list[str] | None = None) -> None:
