@@ -4,6 +4,7 @@ Slow imports are inside the commands, so that errors of the configuration are re
 
 Exit codes:
     0       done
+    1       `rlhf replay`: there is a difference
     2       the user's input is wrong
     3       a failure; the same command continues
     4       `rlhf rounds`: votes of people are needed; the same command continues
@@ -28,7 +29,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 from cyclopts import CycloptsError, Parameter
 
 # Each of these modules adds its commands to `app`.
-from rlhf_cli import champions, init, prune, review, rounds, tune  # noqa: F401
+from rlhf_cli import (  # noqa: F401
+    champions,
+    compare,
+    init,
+    inspect,
+    prune,
+    replay,
+    rescore,
+    review,
+    rounds,
+    tune,
+    why,
+)
 from rlhf_cli.app import (
     BEFORE,
     HOME,
@@ -206,6 +219,8 @@ def _run_flow(parameters: dict[str, Any], home: Home, console: Console) -> int:
         output.print(found)
     for name, address in summary["where"].items():
         print(f"{name}: {address}")
+    if "version" in (registered := summary.get("registration", {})):
+        print(f"model folder: rlhf publish {registered['model']}@{registered['version']} FOLDER")
     print(f"summary: {home.run(summary['run']) / 'summary.json'}")
     return 0
 

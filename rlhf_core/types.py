@@ -26,6 +26,13 @@ def artifact_prefix(stage: str, key: str) -> str:
     return f"artifacts/{stage}/{key}"
 
 
+def annotations_folder(digest: str) -> str:
+    """Return the name of the folder, beside that of an artifact with this digest, with its annotations
+    (`rlhf_core.record.annotations`).
+    """
+    return f"annotations-{digest[:12]}"
+
+
 def checkpoint_prefix(key: str) -> str:
     """Return the folder of the checkpoints and attempts of a stage key in its store."""
     return f"{CHECKPOINTS}/{key}"

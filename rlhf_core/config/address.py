@@ -2,7 +2,8 @@
 
 `owner/name` can be a folder or a repository of the Hugging Face hub. `parse_address` decides which, for every
 part of the pipeline: preflight, stage keys, the data stage and the loading of models. `base_of` says which
-model from outside the pipeline a training starts from: that of `model.path` or `reward.judge.path`.
+model from outside the pipeline a stage reads: that of `model.path`, `reward.judge.path` or
+`ppo.teacher.path`.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ def is_hub_model(path: str) -> bool:
 
 MODEL_PATH = "model.path"
 JUDGE_PATH = "reward.judge.path"
-BASE_STAGES: tuple[StageName, ...] = ("sft", "judge")
-"""The stages that start from such a model, if it is configured."""
+TEACHER_PATH = "ppo.teacher.path"
+BASE_STAGES: tuple[StageName, ...] = ("sft", "judge", "ppo")
+"""The stages that read such a model, if it is configured."""
 
 
 @dataclass(frozen=True)
@@ -110,23 +112,29 @@ class BaseModelAddress:
         """Name of its digest among the sources of a stage."""
         return "model" if self.field == MODEL_PATH else self.field
 
+    @property
+    def revision_field(self) -> str:
+        """Field of `revision`."""
+        return self.field.replace(".path", ".revision")
+
     def unpinned(self) -> Iterator[str]:
         """Yield a warning if it is a hub model without a revision."""
         if self.is_hub and self.revision is None:
-            revision = self.field.replace(".path", ".revision")
             yield (
                 f"{self.field}: {self.path} is no local folder, so it is read from the Hugging Face hub; "
-                f"pin {revision} to a commit, or a later run may read another one"
+                f"pin {self.revision_field} to a commit, or a later run may read another one"
             )
 
 
 def base_of(config: PipelineConfig, stage: StageName) -> BaseModelAddress | None:
-    """Return the base model from outside that a stage starts from; None if it starts from another artifact or
-    from random weights.
+    """Return the model from outside that a stage reads: what it starts from, or the teacher of PPO. None if
+    it reads artifacts only, or starts from random weights.
     """
     judge = config.reward.judge
     if stage == "judge" and judge is not None and judge.path is not None:
         return BaseModelAddress(JUDGE_PATH, judge.path, judge.revision)
+    if stage == "ppo" and config.ppo.enabled and (teacher := config.ppo.teacher) is not None:
+        return BaseModelAddress(TEACHER_PATH, teacher.path, teacher.revision)
     if stage == "sft" and config.model.path is not None:
         return BaseModelAddress(MODEL_PATH, config.model.path, config.model.revision)
     return None
@@ -134,5 +142,6 @@ def base_of(config: PipelineConfig, stage: StageName) -> BaseModelAddress | None
 
 def with_base_paths(config: PipelineConfig, paths: Mapping[str, str]) -> PipelineConfig:
     """Return `config` with other paths of base models, by their fields. Fields without one keep theirs."""
-    fields = (MODEL_PATH,) if config.reward.judge is None else (MODEL_PATH, JUDGE_PATH)
+    bases = [base_of(config, stage) for stage in BASE_STAGES]
+    fields = [base.field for base in bases if base is not None]
     return config.with_values({field: paths[field] for field in fields if field in paths})

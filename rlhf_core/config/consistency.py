@@ -282,7 +282,7 @@ def _ppo(config: PipelineConfig) -> Iterator[str]:
             f"ppo.minibatches: an optimizer step has {ppo.minibatch_size} responses; below {MINIBATCH} the"
             " gradients of a real model are noisy; lower it, or raise ppo.prompts_per_step"
         )
-    if not any(source.weight for source in ppo.rewards):
+    if ppo.teacher is None and not any(source.weight for source in ppo.rewards):
         yield "ppo.rewards: all weights are 0, so only the KL trains the policy; give a source a weight"
     if ppo.publish == "best" and ppo.trains_on_reward_model and config.reward.judge is None:
         yield (

@@ -78,20 +78,47 @@ def sources_read(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
     return row.sources + row.labelling if config.labels_by_language_model else row.sources
 
 
+def sources_in_key(
+    config: PipelineConfig, stage: StageName, source_digests: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the digests that are part of the key of a stage, of those of all external inputs."""
+    prefixes, of_inputs = sources_read(config, stage), sources_of_inputs(config, stage)
+    return {
+        name: digest
+        for name, digest in source_digests.items()
+        if name.startswith(prefixes) and not name.startswith(of_inputs)
+    }
+
+
 def stage_key(
     config: PipelineConfig,
     stage: StageName,
     input_digests: Mapping[str, str],
     source_digests: Mapping[str, str],
 ) -> str:
-    """Return the key of a stage, 16 hex digits.
+    """Return the key of a stage, 16 hex digits. The arguments are those of `key_content`."""
+    return key_of(key_content(config, stage, input_digests, source_digests))
+
+
+def key_of(content: Mapping[str, Any]) -> str:
+    """Return the key that is made from `key_content`."""
+    return json_sha256(content)[:16]
+
+
+def key_content(
+    config: PipelineConfig,
+    stage: StageName,
+    input_digests: Mapping[str, str],
+    source_digests: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return what the key of a stage is made from, as JSON.
 
     Args:
         config: The whole configuration.
         stage: Name of the stage.
         input_digests: Manifest digest of each input artifact.
         source_digests: Content digests of what the stage reads from outside (data files, the folder of the
-            base model), see `rlhf_core.data.sources`.
+            base model), see `sources_in_key`.
     """
     payload: dict[str, Any] = {
         "stage": stage,
@@ -111,7 +138,7 @@ def stage_key(
         payload["model"] = config.registered_model
         # A model version is in one registry, so another MLflow server needs its own.
         payload["tracking"] = tracking_uri(config)
-    return json_sha256(payload)[:16]
+    return payload
 
 
 def _of_stage(config: PipelineConfig, name: str) -> dict[str, Any] | None:

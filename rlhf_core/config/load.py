@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -27,6 +28,7 @@ from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_
 from rlhf_core.config.pipeline import PipelineConfig, uses_gpu
 from rlhf_core.config.ppo import MINIBATCH, WITHOUT_GROUPS
 from rlhf_core.config.redact import HIDDEN, credential_problem, is_secret, shown, texts
+from rlhf_core.config.rewards import AnyReward, PythonReward
 from rlhf_core.config.training import adapter_rate
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError, checking
@@ -55,6 +57,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     if home := os.environ.get(HOME_OF_RUNS):
         overrides = [home_override(home), *overrides]
     return _build(read(path), overrides)
+
+
+def load_rewards(path: str | Path) -> tuple[AnyReward, ...]:
+    """Read a file with the section `rewards`, in the form of `ppo.rewards`; or a Python file, whose function
+    `score` is the only source.
+
+    Raises:
+        ConfigError: With all problems, one per line.
+    """
+    if Path(path).suffix == ".py":
+        return (PythonReward(function="reward:score", file=str(path)),)
+    document = read(path)
+    if list(document.tree) != ["rewards"]:
+        raise ConfigError(
+            f"{path}: must have the section `rewards` and no other one; got"
+            f" {', '.join(map(str, document.tree))}; copy `ppo.rewards`"
+        )
+    lines = {("ppo", *keys): line for keys, line in document.lines.items()}
+    return _build(replace(document, tree={"ppo": document.tree}, lines=lines), ()).ppo.rewards
 
 
 def home_override(home: str) -> str:

@@ -71,7 +71,9 @@ class Group:
         None if `role` has its own weights.
         """
         trained = _ADAPTED_FROM.get(role)
-        return trained if ppo.lora is not None and trained in self.roles else None
+        if ppo.lora is None or trained not in self.roles or (role == "reference" and ppo.teacher is not None):
+            return None
+        return trained
 
 
 @dataclass(frozen=True)

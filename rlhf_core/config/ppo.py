@@ -41,6 +41,7 @@ from rlhf_core.config.ppo_sections import (
     PTXConfig,
     PythonAdvantages,
     SequenceLoss,
+    TeacherConfig,
     default_evaluation_interval,
 )
 from rlhf_core.config.rewards import AnswerReward, AnyReward, ModelReward
@@ -133,8 +134,8 @@ class PPOConfig(PackedSection):
     """vLLM engines"""
     weight_sync: WeightSyncConfig = result(WeightSyncConfig())
     """Weights into the engines"""
-    rewards: tuple[AnyReward, ...] = result((ModelReward(),), min_length=1)
-    """Reward sources; their weighted sum is the score"""
+    rewards: tuple[AnyReward, ...] = result((ModelReward(),))
+    """Reward sources; their weighted sum is the score. Empty only with a `teacher`"""
     missing_eos_penalty: NonNegativeFloat | None = result(None, within=COEFFICIENT)
     """Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model of
     nonzero weight, which was not trained with truncated responses (one standard deviation of its scores;
@@ -152,6 +153,9 @@ class PPOConfig(PackedSection):
     """
     kl: KLConfig = result(KLConfig())
     """KL to the reference"""
+    teacher: TeacherConfig | None = result(None, later=True)
+    """The reference; null: the SFT model. The rewards may then be empty: the policy learns from the KL alone
+    """
     gamma: Fraction = result(1.0, within=Range(0.1, 1, "below it, the score is lost"))
     """Discount per token"""
     lam: Fraction = result(1.0)
@@ -461,6 +465,7 @@ class PPOConfig(PackedSection):
         return rewards
 
     def problems(self) -> Iterator[str]:
+        yield from self._of_rewards()
         yield from self._of_sampling()
         yield from self._of_warmup()
         yield from self._of_overlong()
@@ -475,6 +480,18 @@ class PPOConfig(PackedSection):
                 f"ppo.kl.horizon must be above a fifth of the {total} responses of a step, because the"
                 f" coefficient could become negative otherwise; got {self.kl.horizon}; leave it out, or use"
                 f" {20 * total}"
+            )
+
+    def _of_rewards(self) -> Iterator[str]:
+        if not self.rewards and self.teacher is None:
+            yield (
+                "ppo.rewards must have a source, because only a teacher trains a policy without; got none;"
+                " add one, or ppo.teacher"
+            )
+        if self.teacher is not None and self.kl.coef == 0:
+            yield (
+                "ppo.teacher has no effect with ppo.kl.coef=0, because the policy learns from it through the"
+                " KL; use a coef above 0, such as 1"
             )
 
     def _of_sampling(self) -> Iterator[str]:

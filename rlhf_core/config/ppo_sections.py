@@ -19,6 +19,8 @@ from rlhf_core.config.base import (
     PositiveInt,
     Range,
     Section,
+    UserPath,
+    content,
     result,
 )
 from rlhf_core.config.rewards import UserFunction
@@ -71,6 +73,16 @@ class KLConfig(Section):
                 "ppo.kl.estimator=k1 with ppo.kl.place=loss has no effect on the policy: its gradient is 0 in"
                 " expectation; use k2 or leave estimator out, or set ppo.kl.place=reward"
             )
+
+
+class TeacherConfig(Section):
+    """A model that replaces the SFT model as reference (on-policy distillation, docs/distillation.md)."""
+
+    path: UserPath = content(..., min_length=1)
+    """Folder, Hugging Face id or [reference](rounds.md#references) of a language model with the same tokens
+    """
+    revision: str | None = content(None)
+    """Commit of a hub model in `path`"""
 
 
 class OverlongConfig(Section):
@@ -180,6 +192,7 @@ GuardName = Literal[
     "blind_critic",
     "score_clip",
     "overoptimization",
+    "diversity_loss",
 ]
 GuardAction = Literal["warn", "stop", "off"]
 """`warn`: log, metric and tag. `stop`: the stage also ends. `off`: the condition is not checked."""
@@ -213,6 +226,8 @@ LIMITS: dict[GuardName, GuardLimit] = {
     "blind_critic": GuardLimit(20),
     # A multiple of the correlation over the SFT model's responses.
     "overoptimization": GuardLimit(0.65, below=1),
+    # A multiple of the share of distinct word pairs in the SFT model's responses.
+    "diversity_loss": GuardLimit(0.5, below=1, reason=_UNCHANGED),
 }
 
 

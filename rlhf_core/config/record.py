@@ -18,7 +18,8 @@ class RecordConfig(Section):
     level: RecordLevel = execution("logprobs")
     """What is [recorded](record.md) of each response of PPO: `rewards` (tokens and rewards), `logprobs`
     (also log-probabilities of engine, policy and reference, and values), `all` (also advantages, returns, and
-    log-probabilities after the update, for which the policy computes each batch once more) or `none`
+    log-probabilities after the update, for which the policy computes each batch once more) or `none`. Answers
+    of `sample`, of the evaluation and of the match have the columns of `rewards`, unless it is `none`
     """
     max_bytes: Annotated[int, Field(ge=1, le=10**15)] = execution(20 * 10**9)
     """Size of the record, in bytes before compression. Nothing is recorded from the step on that would exceed

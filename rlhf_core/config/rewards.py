@@ -4,6 +4,7 @@ common.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -186,12 +187,55 @@ class AnswerReward(RewardSource):
     """
 
 
+class SmokeRow(Section):
+    """A response with a known value."""
+
+    prompt: str = execution(...)
+    """The prompt as plain text"""
+    response: str = execution(...)
+    """The response as plain text"""
+    finished: bool = execution(True)
+    """Whether EOS ended it"""
+    meta: dict[str, Any] = execution({})
+    """The other fields of the prompt's row"""
+    score: FiniteFloat | None = execution(None)
+    """The value that it must get, up to rounding"""
+    min: FiniteFloat | None = execution(None)
+    """The least value that it may get"""
+    max: FiniteFloat | None = execution(None)
+    """The largest value that it may get"""
+
+    def problems(self) -> Iterator[str]:
+        if self.score is None and self.min is None and self.max is None:
+            yield "needs the value of the response: score, min or max; give one"
+
+    @property
+    def expected(self) -> str:
+        """The values that are right, in words."""
+        given = self.model_dump(include={"score", "min", "max"}, exclude_none=True)
+        return " and ".join(f"{name} {value:g}" for name, value in given.items())
+
+    def accepts(self, value: float) -> bool:
+        """Return whether a value is right; NaN is not."""
+        is_score = self.score is None or math.isclose(value, self.score, rel_tol=1e-6, abs_tol=1e-9)
+        is_above = self.min is None or value >= self.min
+        return is_score and is_above and (self.max is None or value <= self.max)
+
+
 class ExternalReward(RewardSource):
     """Rewards that run code of users, which may fail."""
 
     on_error: Literal["abort", "mask"] = result("abort")
     """A response without a value after all retries: `abort` ends the step with an error that names it, `mask`
     leaves it out of the update and the metrics, and counts it
+    """
+    pure: bool = execution(True)
+    """Whether a response always gets the same value. `false`: replies of a language model are not kept, and
+    `rlhf rescore` says that its values can differ from those of the run
+    """
+    smoke: tuple[SmokeRow, ...] = execution(())
+    """Responses with known values. They are scored before all others, and a wrong value is an error that
+    names the row. They have no tokens
     """
 
 
@@ -208,6 +252,8 @@ class PythonReward(UserFunction, ExternalReward):
     """A user-defined function: `list[RewardInput] -> list[float]`."""
 
     type: Literal["python"] = "python"
+    needs_group: bool = result(False, later=True)
+    """Call the function once for each prompt, with all of its responses in the batch"""
     # With `on_error: mask` a time limit decides which responses count. It is not in the key, because what is
     # too slow depends on the machine.
     timeout: PositiveFloat = execution(30.0, within=_TIMEOUT)

@@ -346,6 +346,16 @@ class DPOConfig(TrainingSection):
     eval_every: PositiveInt = execution(50)
     """Optimizer steps between evaluations on held-out rows; with `early_stop`, its `every` is used"""
 
+    @property
+    def description(self) -> str:
+        """The settings that people compare: `sigmoid, beta 0.1, learning rate 1e-06, at most 1 epoch`."""
+        normalised = ", length-normalised" if self.length_normalised else ""
+        unit = "epoch" if self.epochs == 1 else "epochs"
+        return (
+            f"{self.loss}{normalised}, beta {self.beta:g}, learning rate {self.optimizer.learning_rate:g}, at"
+            f" most {self.epochs} {unit}"
+        )
+
     def problems(self) -> Iterator[str]:
         if self.loss == "robust" and not self.label_smoothing:
             yield (

@@ -268,9 +268,10 @@ def card_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[str
         largest = max(groups["train"]["largest"], groups["eval"]["largest"])
         if largest > max(1, eval_fraction * count):
             yield (
-                f"data.{name}: {largest} of {count} prompts are one group (the same first user message or"
-                f" `group`), more than data.eval_fraction={eval_fraction:g}: its side of the split decides"
-                " how many are held out; if they are not related, give their rows several values of `group`"
+                f"data.{name}: {largest} of {count} prompts have the same first user message or `group`, and"
+                " stay together in training or held out: with so many, the held-out share can be far from"
+                f" data.eval_fraction={eval_fraction:g}. If they are not related, give their rows different"
+                " values of `group`"
             )
     held = card["groups"]["prompts"]["eval"]
     if 2 * held["effective"] < held["prompts"]:

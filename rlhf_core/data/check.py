@@ -14,8 +14,9 @@ from itertools import islice
 from pathlib import Path
 
 from rlhf_core.config.address import (
-    JUDGE_PATH,
+    BASE_STAGES,
     Address,
+    BaseModelAddress,
     base_of,
     is_hub_model,
     is_reference,
@@ -71,7 +72,9 @@ def check_data(config: PipelineConfig) -> Iterator[Finding]:
         yield from _check_regression_set(config, index)
     if data.chat_template is not None:
         yield from guarded("data.chat_template", _chat_template(data.chat_template))
-    yield from guarded(JUDGE_PATH, check_base_of_judge(config))
+    for stage in BASE_STAGES:
+        if stage != "sft" and (model := base_of(config, stage)) is not None:
+            yield from guarded(model.field, check_further_model(config, model))
     if config.ppo.enabled and config.generates_prompts:
         training = round(data.synthetic.prompts * (1 - data.eval_fraction))
         if config.ppo.prompts_per_step > training:
@@ -271,22 +274,20 @@ def _chat_template(path: str) -> Iterator[Finding]:
         yield ConfigError(f"data.chat_template: {path} is empty; a template must render something")
 
 
-def check_base_of_judge(config: PipelineConfig) -> Iterator[Finding]:
-    """Check that the base model of the judge exists and has the tokens of a local `model.path`."""
-    judge, base = base_of(config, "judge"), config.model.path
-    if judge is None:
+def check_further_model(config: PipelineConfig, model: BaseModelAddress) -> Iterator[Finding]:
+    """Check that the model of a judge or teacher exists and has the tokens of a local `model.path`."""
+    base = config.model.path
+    if model.is_hub:
+        yield from model.unpinned()
         return
-    if judge.is_hub:
-        yield from judge.unpinned()
-        return
-    if not (Path(judge.path) / "config.json").is_file():
+    if not (Path(model.path) / "config.json").is_file():
         yield ConfigError(
-            f"{JUDGE_PATH}: must be a folder in Hugging Face layout, or a hub id as owner/name; got"
-            f" {judge.path}, which has no config.json; correct it, or leave it out"
+            f"{model.field}: must be a folder in Hugging Face layout, or a hub id as owner/name; got"
+            f" {model.path}, which has no config.json; correct it, or leave it out"
         )
         return
     if base is not None and not is_reference(base) and not is_hub_model(base):
         try:
-            require_same_tokens(judge, Path(base))
+            require_same_tokens(model, Path(base))
         except ModelError as error:
             yield ConfigError(error.message)

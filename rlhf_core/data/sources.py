@@ -38,7 +38,6 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
-from rlhf_core.pipeline import StageName
 from rlhf_core.storage.s3 import S3_LIMITS, filesystem, run_bounded, s3_endpoint, with_retries
 from rlhf_core.system.files import open_regular
 
@@ -219,25 +218,19 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
         )
 
     data: dict[str, Any] = {name: tuple(map(commit_of, getattr(config.data, name))) for name in SETS}
-    model, judge = _commit_of_base(config, "sft"), config.reward.judge
-    if judge is not None:
-        judge = judge.model_copy(update=_commit_of_base(config, "judge"))
     regression = {"regression": tuple(map(commit_of, config.evaluate.regression))}
-    return config.model_copy(
+    bases = [base_of(config, stage) for stage in BASE_STAGES]
+    commits = {
+        base.revision_field: resolve_revision(base.path, "model", base.revision)
+        for base in bases
+        if base is not None and base.is_hub
+    }
+    return config.with_values(commits).model_copy(
         update={
             "data": config.data.model_copy(update=data),
-            "model": config.model.model_copy(update=model),
-            "reward": config.reward.model_copy(update={"judge": judge}),
             "evaluate": config.evaluate.model_copy(update=regression),
         }
     )
-
-
-def _commit_of_base(config: PipelineConfig, stage: StageName) -> dict[str, str]:
-    base = base_of(config, stage)
-    if base is None or not base.is_hub:
-        return {}
-    return {"revision": resolve_revision(base.path, "model", base.revision)}
 
 
 def _contents(source: Source, store: StoreConfig) -> Contents:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.config.address import JUDGE_PATH, BaseModelAddress, is_hub_model
+from rlhf_core.config.address import BaseModelAddress, is_hub_model
 from rlhf_core.config.data import Thoughts
 from rlhf_core.data.messages import without_thoughts
 from rlhf_core.errors import ModelError
@@ -244,20 +244,20 @@ def tokenizer_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def require_same_tokens(judge: BaseModelAddress, tokenizer: Path) -> None:
-    """Raise ModelError unless the base model of the judge has the tokens of another folder.
+def require_same_tokens(base: BaseModelAddress, tokenizer: Path) -> None:
+    """Raise ModelError unless a model of a judge or teacher has the tokens of another folder.
 
-    Pairs and responses are stored as tokens, which the judge scores as they are.
+    Pairs and responses are stored as tokens, which these models read as they are.
 
     Args:
-        judge: Its base model.
+        base: The model.
         tokenizer: Folder with a tokenizer: that of the data, or of the base model of the policy.
     """
-    own = load_tokenizer(judge.path, judge.revision).get_vocab()
+    own = load_tokenizer(base.path, base.revision).get_vocab()
     others = load_tokenizer(str(tokenizer)).get_vocab()
     if any(own.get(token) != number for token, number in others.items()):
         raise ModelError(
-            f"{JUDGE_PATH}: {judge.path} has other tokens than the policy; use a model of the same family, or"
+            f"{base.field}: {base.path} has other tokens than the policy; use a model of the same family, or"
             " leave it out"
         )
 

@@ -24,7 +24,7 @@ from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, RewardInputs
 from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.ppo.training.experience import shaped_scores
-from rlhf_core.ppo.watching.guards import CORRELATION, CORRELATION_ERROR, KL, correlation
+from rlhf_core.ppo.watching.guards import CORRELATION, CORRELATION_ERROR, DIVERSITY, KL, correlation
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import source_name, weighted_sum
 from rlhf_core.seeds import derive_seed
@@ -95,7 +95,7 @@ class HeldOutEvaluation:
             metrics[CORRELATION], metrics[CORRELATION_ERROR] = agreement
         columns_and_wins = columns | {"win_rate": list(map(_win, scores, self._sft_scores))}
         metrics["eval/win_rate"] = _mean(columns_and_wins["win_rate"])
-        metrics["eval/distinct_2"] = _diversity(texts)
+        metrics[DIVERSITY] = _diversity(texts)
         for source, indices in self._by_source().items():
             means = _means(select(columns_and_wins, indices))
             means["distinct_2"] = _diversity([texts[i] for i in indices])

@@ -49,6 +49,11 @@ class SamplingSettings:
         return cls(config.evaluation_temperature, answers)
 
 
+def seed_of(config: PipelineConfig, prompt_id: str, purpose: str = SamplingSettings.purpose) -> int:
+    """Return the seed of the request for a prompt. vLLM adds the number of the sample."""
+    return derive_seed(config.run.seed, purpose, prompt_id, 0)
+
+
 def responses_of(
     config: PipelineConfig,
     models: Mapping[str, PolicyFiles],
@@ -345,8 +350,7 @@ def _sample_with(
         found.append([])
         for start in range(0, len(prompts), at_once):
             batch = prompts[start : start + at_once]
-            # One for each prompt, because vLLM adds the index of the sample.
-            seeds = [derive_seed(config.run.seed, sampling.purpose, prompt.prompt_id, 0) for prompt in batch]
+            seeds = [seed_of(config, prompt.prompt_id, sampling.purpose) for prompt in batch]
             found[-1] += engine.generate(
                 batch,
                 n=sampling.answers,

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -42,6 +43,8 @@ from rlhf_core.evaluation.statistics import (
 )
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
+from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.record.schema import PREFERENCE, REWARD
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.types import ArtifactRef, Nodes, PromptExample, RewardInput, StageContext
@@ -244,9 +247,14 @@ def _run_match(
         config = with_room(config, sets)
     interval = Intervals(config, *sets.values())
     by_set = _responses_of_both(config, context, sets, champion, device)
+    record = AnswerRecord("match", config.record, partial(generate.seed_of, config))
+    for model, found in by_set.items():
+        named = config.register_.policy if model == "candidate" else model
+        for name, answers in found.items():
+            record.add(named, sets[name], answers, name)
     pairs = list(zip(by_set["candidate"][_HELD_OUT], by_set["champion"][_HELD_OUT], strict=True))
-    judged = _judge_pairs(config, context, pairs, champion.reward, judge, device, interval)
-    compared = compare_on_sets(config, by_set, "champion", context.sources, interval)
+    judged = _judge_pairs(config, context, pairs, champion.reward, judge, device, interval, record)
+    compared = compare_on_sets(config, by_set, "champion", context.sources, interval, record)
     regression = regression_differences(compared, "candidate")
     prompt_ids = tuple(ours.prompt_id for ours, _ in judged.pairs)
     preferences = judged.comparison.preferences
@@ -257,6 +265,8 @@ def _run_match(
         if group != pair[0].prompt_id:
             samples[-1]["group"] = group
     ours, theirs = zip(*judged.pairs, strict=True)
+    record.note(f"{PREFERENCE}champion", ours, preferences)
+    record.save(context)
     controlled = interval.length_controlled(preferences, ours, theirs, judged.comparison.groups)
     return MatchResult(
         judge,
@@ -327,22 +337,25 @@ def _judge_pairs(
     judge: str,
     device: str,
     interval: Intervals,
+    record: AnswerRecord,
 ) -> _JudgedPairs:
     """Compare the answers by the judge of the candidate's evaluation, and by the champion's reward model."""
     code = code_digests(config.ppo.rewards, context.sources)
     scorer = scoring.ResponseScorer(config, load_decoder(context.data).pad, device, context)
 
-    def score(measure: str, reward: Path | None) -> list[float]:
+    def score(measure: str, reward: Path | None, column: str) -> list[float]:
         # In one call, so that batch normalisation treats both models' responses alike.
         samples = [ours for ours, _ in pairs] + [theirs for _, theirs in pairs]
-        return scorer.score(measure, reward, samples, code)
+        values = scorer.score(measure, reward, samples, code)
+        record.note(column, samples, values)
+        return values
 
     stage = scoring.MODEL_STAGES.get(judge)
     own_model = None if stage is None else context.inputs[stage] / "model"
-    scores = {} if judge == MEASURE else {_OWN: score(judge, own_model)}
+    scores = {} if judge == MEASURE else {_OWN: score(judge, own_model, "score")}
     if champion_reward is not None:
         # The measure only selects the kind of scoring: the model may also be one of the stage `judge`.
-        scores[_OF_CHAMPION] = score("reward_model", champion_reward)
+        scores[_OF_CHAMPION] = score("reward_model", champion_reward, f"{REWARD}judge_of_champion")
     # Both judges compare the same pairs, and a language model is asked about no others.
     kept, scored = _scored(pairs, scores)
     digest: str | None

@@ -175,15 +175,25 @@ def training_curves(history: StepMetrics) -> Any:
     return figure
 
 
-def raised_guards(history: StepMetrics) -> dict[str, list[int]]:
-    """Return the steps in which each guard was raised; a guard that never was is left out."""
-    steps = history.column("step")
-    raised = {}
-    for name in history.names("guards/"):
-        found = [int(step) for step in steps[history.column(name) > 0]]
-        if found:
-            raised[name.removeprefix("guards/")] = found
-    return raised
+def compared_curves(histories: Mapping[str, StepMetrics], metrics: Mapping[str, str]) -> Any:
+    """Plot metrics of the PPO steps of several runs, one panel each.
+
+    Args:
+        histories: Metrics by the name of the run, with at least one step.
+        metrics: Metric of each panel by its title.
+    """
+    figure, panels = _figure(9.4, 2.4 * len(metrics), rows=len(metrics))
+    for axes, (title, metric) in zip(panels, metrics.items(), strict=True):
+        for (name, history), color in zip(histories.items(), cycle((PPO, DPO, SCORE, JUDGE))):
+            _line(axes, history.column("step"), history.column(metric), color, name)
+        _label(axes, title, "", "mean per response")
+    longest = max(histories.values(), key=len)
+    _legend(panels[0], "best")
+    panels[-1].set_xlabel("step", color=INK, fontsize=9.5)
+    if all(len(history) == len(longest) for history in histories.values()):
+        for axes in panels:
+            _read_lines(axes, [f"step {number:g}" for number in longest.column("step")])
+    return figure
 
 
 def reward_means(history: StepMetrics) -> list[str]:

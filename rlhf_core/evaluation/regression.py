@@ -26,6 +26,7 @@ from rlhf_core.evaluation.prompts import TrainedPrompts
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.statistics import units
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.rewards.compose import source_name
 from rlhf_core.types import RewardInput, StageContext
 
@@ -76,6 +77,7 @@ def compare_on_sets(
     opponent: str,
     code: Mapping[str, str],
     interval: Intervals,
+    record: AnswerRecord,
 ) -> dict[str, dict[str, Any]]:
     """Return the results of each set: the mean of each model and in `difference` that of each policy minus
     the opponent, as intervals, `margin`, the number of `prompts`, whether these are `too_few` for the margin,
@@ -87,6 +89,7 @@ def compare_on_sets(
         opponent: Name of the opponent in `responses`.
         code: Digests of the external inputs of the stage, for the code of Python rewards.
         interval: Computes the confidence intervals, and knows the groups of the prompts.
+        record: Gets the rewards of the responses, as their scores.
     """
     found: dict[str, dict[str, Any]] = {}
     for index, each in enumerate(config.evaluate.regression):
@@ -97,6 +100,7 @@ def compare_on_sets(
         # In one call, because a Python function may compare the responses of its batch.
         samples = [answer for of_model in responses.values() for answer in of_model[each.name]]
         scores = score_rules(config, (each.reward,), samples, digests).by_source[name]
+        record.note("score", samples, scores)
         values = {model: scores[n * count : (n + 1) * count] for n, model in enumerate(responses)}
         groups = interval.groups(answers)
         prompts = len({answer.prompt_id for answer in answers})

@@ -132,7 +132,11 @@ class Intervals:
 
     def groups(self, samples: Iterable[RewardInput]) -> tuple[str, ...]:
         """Return the group of each sample: that of its prompt, or the prompt itself."""
-        return tuple(self._groups.get(sample.prompt_id, sample.prompt_id) for sample in samples)
+        return self.groups_of(sample.prompt_id for sample in samples)
+
+    def groups_of(self, prompt_ids: Iterable[str]) -> tuple[str, ...]:
+        """Return the group of each prompt, or the prompt itself."""
+        return tuple(self._groups.get(prompt_id, prompt_id) for prompt_id in prompt_ids)
 
     def mean(self, name: str, values: Sequence[float], groups: Sequence[str] | None = None) -> Interval:
         return bootstrap_mean(

@@ -48,6 +48,10 @@ EXIT_SECONDS = 30.0
 _REAPER_SECONDS = 10.0
 """What the reaper may need beyond that."""
 _POLL_SECONDS = 0.25
+_STOPPING = (
+    "is being stopped, which takes at most {:.0f} s: a training ends its step and saves a checkpoint."
+    " Another Ctrl-C ends the stage at once and loses the steps after its last checkpoint"
+)
 _ERROR_LINE = re.compile(r"^[\w.]*(Error|Exception|Died|Stuck|Failed|Interrupt)\b.*:|^Fatal Python error")
 
 
@@ -135,6 +139,10 @@ def run_child(
             if child.request is not None:
                 child.begin(spec)
             outcome = _follow(child.process, child.events, timeout, on_event)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, SIGTERM or a cancellation
+                on_event({"event": "warning", "message": _STOPPING.format(child.stop_seconds)})
+            raise
         finally:
             child.end()
     if isinstance(outcome, RLHFError):

@@ -42,6 +42,8 @@ class StageSpec:
     """Digests of the external inputs of the stage, in `key` or in the key of an input."""
     until: StageName = LAST_STAGE
     """The last stage of the run."""
+    decided_by: Mapping[str, Any] = field(default_factory=dict)
+    """What `key` is made from (`rlhf_core.config.keys.key_content`), for the manifest of the artifact."""
     base_models: Mapping[str, ArtifactCopy] = field(default_factory=dict)
     """Base models that the hosts of a job fetch from a bucket, by their fields (`model.path`). Empty for a
     stage on the host of the flow, which has them.

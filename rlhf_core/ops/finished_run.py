@@ -90,6 +90,17 @@ def find_run(run: str, home: str, endpoint: str | None = None) -> FinishedRun:
     return FinishedRun(str(summary.get("run", file.parent.name)), file, summary, place, endpoint)
 
 
+def newest_run(home: str) -> str:
+    """Return the path of the summary of the run that finished last. Raises InputError if there is none."""
+    place = Home.of(home)
+    files = sorted(place.summaries(), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise InputError(
+            f"there is no finished run in {place.runs}; name one, or the path of its summary.json"
+        )
+    return str(files[-1])
+
+
 def _summary(run: str, home: Home) -> Path:
     for path in (Path(run), Path(run) / "summary.json", home.run(run) / "summary.json"):
         if path.is_file():

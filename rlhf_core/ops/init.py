@@ -17,9 +17,12 @@ from rlhf_core.data.formats import Record
 from rlhf_core.data.templates import TOOLS_TEMPLATE
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.folder import ModelFolder
+from rlhf_core.ops.plan.rows import rows_of_file
 from rlhf_core.system.files import exists
 
 Goal = Literal["ppo", "grpo", "dpo"]
+PAIRS_OF_TWO = 4000
+"""Pairs that are enough for a reward model and a judge, half of them for each."""
 SMALL, MEDIUM = 100_000_000, 3_000_000_000
 """Parameters from which the rates of the next size apply."""
 
@@ -91,7 +94,7 @@ def configuration(given: Given, name: str) -> str:
         [
             f"# yaml-language-server: $schema={FILE}",
             f"# {given.goal.upper()} of {given.model}",
-            f"run: {{name: {name}}}",
+            f"run: {{name: {_text(name)}}}",
             f"model: {{path: {_text(given.model)}}}",
             "",
             *_data(given, seen),
@@ -175,8 +178,8 @@ def _leaves_tools_out(given: Given, seen: _Seen) -> bool:
 
 
 def _text(path: str) -> str:
-    """Return a path as YAML, in quotes if it needs them."""
-    return path if re.fullmatch(r"[\w./:@-]+", path) else json.dumps(path)
+    """Return a path or a name as YAML, in quotes if it needs them, as a date does."""
+    return path if re.fullmatch(r"[A-Za-z./][\w./:@-]*", path) else json.dumps(path)
 
 
 def _stages(given: Given, seen: _Seen) -> Iterator[str]:
@@ -188,10 +191,7 @@ def _stages(given: Given, seen: _Seen) -> Iterator[str]:
         yield f"sft: {{enabled: false}}    # the policy starts from the model as it is{note}"
     elif rates is not None:
         yield f"sft: {{optimizer: {{learning_rate: {rates.sft}}}}}"
-    if given.pairs is None:
-        yield "reward: {enabled: false}"
-    elif rates is not None:
-        yield f"reward: {{optimizer: {{learning_rate: {rates.reward}}}}}"
+    yield from _reward(given, rates)
     if given.goal == "dpo":
         yield "# DPO learns from the pairs. The reward model, trained on them too, judges the result."
         yield "ppo: {enabled: false}"
@@ -210,6 +210,20 @@ def _stages(given: Given, seen: _Seen) -> Iterator[str]:
         yield "    - {type: answer}       # 1 if the final answer is that of the row's field `answer`"
     if given.pairs is not None:
         yield "    - {type: model}        # the reward model that is trained on the pairs"
+
+
+def _reward(given: Given, rates: Rates | None) -> Iterator[str]:
+    if given.pairs is None:
+        yield "reward: {enabled: false}"
+        return
+    address = parse_address(given.pairs)
+    pairs = sum(map(rows_of_file, list_files(address, "train"))) if address.kind == "local" else 0
+    fields = [] if rates is None else [f"optimizer: {{learning_rate: {rates.reward}}}"]
+    if pairs >= PAIRS_OF_TWO and given.goal != "dpo":
+        yield f"# Half of the {pairs:,} pairs train a second reward model, which judges and does not train."
+        fields.append("judge: {}")
+    if fields:
+        yield f"reward: {{{', '.join(fields)}}}"
 
 
 def rates_of(model: str) -> Rates | None:

@@ -321,8 +321,8 @@ def _engines_of_evaluation(config: PipelineConfig, shape: ModelShape, device: De
 
 
 def shape_of_stage(config: PipelineConfig, stage: StageName, shape: ModelShape) -> ModelShape:
-    """Return the shape of the model of a stage. It is `shape`, that of the policy, except for a judge with
-    another base model that can be read here.
+    """Return the shape of the model that a stage reads from outside: the base of a judge, or the teacher of
+    PPO. It is `shape`, that of the policy, if there is none, or if it cannot be read here.
     """
     base = base_of(config, stage)
     if base is None or base.field == MODEL_PATH:
@@ -353,8 +353,8 @@ def ppo_models(
     """Return the models that a rank of the group holds, by role. The members of an ensemble of reward models
     after the first are `reward member 1` and so on.
 
-    With adapters, the reference is the policy with its adapter off, if both share a process, and the reward
-    model the critic with its adapter off. These roles have no model of their own.
+    With adapters, the reference is the policy with its adapter off, if both share a process and there is no
+    teacher, and the reward model the critic with its adapter off. These roles have no model of their own.
     """
     ppo, models = config.ppo, dict[str, Model]()
     for role in group.roles:
@@ -363,8 +363,9 @@ def ppo_models(
             continue
         average = role == "policy" and ppo.ema_decay is not None
         lora = ppo.lora if trained else None
+        own = shape_of_stage(config, "ppo", shape) if role == "reference" else shape
         models[role] = Model(
-            shape, group.deepspeed(role, ppo), trained, scores, lora, average, kind, config.model.head_dtype
+            own, group.deepspeed(role, ppo), trained, scores, lora, average, kind, config.model.head_dtype
         )
     if "reward" not in group.roles:
         return models

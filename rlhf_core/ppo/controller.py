@@ -49,7 +49,7 @@ from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
 from rlhf_core.ppo.watching.advice import Advice
-from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_divergence
+from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_evaluations
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
 from rlhf_core.ppo.watching.step_checks import StepChecks, SyncCheck
 from rlhf_core.ppo.watching.utilisation import StepsSinceSync, Utilisation, sync_metrics
@@ -136,6 +136,8 @@ class PPOController:
         self._steps_since_sync = StepsSinceSync()
         # The configured section: in `ppo`, `pack` is False also where a model does not support it.
         self._advice = Advice(settings.ppo, fleet.device)
+        self._weights: str | None = None
+        """Digest of the weights that the engines got last."""
         self._checkpoint_seconds = 0.0
         """Duration of the last checkpoint, in seconds."""
         self._last_batch: RolloutBatch | None = None
@@ -197,7 +199,7 @@ class PPOController:
         self._utilisation.begin()
         self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
-        failure = check_divergence(self._ppo, self.selection.evaluations, metrics)
+        failure = check_evaluations(self._ppo, self.selection.evaluations, metrics)
         self._context.metrics.log_metrics(metrics, version)
         if failure:
             hint = self._checks.best_hint()
@@ -363,6 +365,7 @@ class PPOController:
         """Send the weights to all engines and return the version that they acknowledged."""
         report = self._fleet.sync(self.completed_steps)
         self._timings |= sync_metrics(report)
+        self._weights = report.checksum
         return report.version
 
     def _compare_engines(self) -> None:
@@ -373,7 +376,7 @@ class PPOController:
         with self._timed("canary"):
             gap = self._sync_check.gap(self.completed_steps)
         far = self._checks.compare(gap, self.completed_steps)
-        self._timings |= {"sync/logprob_gap": gap, "guards/engine_gap": float(far)}
+        self._timings |= {"sync/logprob_gap": gap, "warnings/engine_gap": float(far)}
 
     # -- log, checkpoint --
 
@@ -385,7 +388,7 @@ class PPOController:
                 name: value
                 for name, value in metrics.items()
                 if name not in self._timings
-                and not name.startswith("guards/")
+                and not name.startswith("warnings/")
                 and name not in ("rollout/logprob_gap_alarm", TRAINS_POLICY)
             }
             file.write(json.dumps({"step": self.completed_steps, **kept}) + "\n")
@@ -400,7 +403,7 @@ class PPOController:
         self, record: RecordWriter, batch: RolloutBatch, experience: Experience, step: int, *, trained: bool
     ) -> None:
         with self._timed("record"):
-            rows = StepRows(self._fleet, self._ppo, step)
+            rows = StepRows(self._fleet, self._ppo, step, self._weights)
             record.add(step, rows.table(batch, experience, record.level, trained=trained))
 
     def _log_samples(
@@ -449,6 +452,7 @@ class PPOController:
             self.save_record(folder)
             state = {
                 "done": step,
+                "weights": self._weights,
                 "kl": self._kl.state_dict(),
                 **self._checks.state_dict(),
                 **self._warmup.state_dict(),

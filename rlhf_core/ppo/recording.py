@@ -38,11 +38,13 @@ class StepRows:
         fleet: Has the tokens of the batch.
         ppo: Section `ppo`.
         step: Number of the step.
+        weights: Digest of the weights of the last sync.
     """
 
     fleet: Fleet
     ppo: PPOConfig
     step: int
+    weights: str | None = None
 
     def table(
         self, batch: RolloutBatch, experience: Experience, level: RecordLevel, *, trained: bool
@@ -95,10 +97,13 @@ class StepRows:
             "index": index_B,
             "group": index_B // self.ppo.samples_per_prompt,
             "prompt_id": [prompt.prompt_id for prompt in batch.prompts],
+            "source": [prompt.source for prompt in batch.prompts],
             "prompt_ids": _lists([chunk.prompt(row) for chunk, row in places]),
             "response_ids": _lists([chunk.response(row) for chunk, row in places]),
             "finished": batch.finished_B,
             "policy_version": np.full(len(batch), batch.version, np.int32),
+            # With staleness, an older version has sampled it.
+            "weights": None if self.ppo.staleness else [self.weights] * len(batch),
             "seed": batch.seeds_B,
             "total": batch.rewards.total,
             "ensemble_std": batch.rewards.ensemble_std or None,

@@ -49,8 +49,9 @@ def read_rollouts(
     parts = parts_of(Path(folder) / RECORD)
     if not parts:
         raise InputError(
-            f"{folder} has no recorded rollouts; a stage `ppo` records them unless record.level is none, and"
-            " the copy of an artifact in a bucket has them with ArtifactStore.fetch(ref, record=True)"
+            f"{folder} has no recorded rollouts; the stages ppo, sample, evaluate, and register with a match,"
+            " record them unless record.level is none, and the copy of an artifact in a bucket has them with"
+            " ArtifactStore.fetch(ref, record=True)"
         )
     datasets = [ds.dataset(part, format="parquet") for part in parts]
     schema = pa.unify_schemas([dataset.schema for dataset in datasets])

@@ -1,7 +1,7 @@
 """The columns of the record. A row is one response to one prompt.
 
-`kind`, `step` and `index` identify a row. Whoever adds something to rollouts later writes a table of its own
-with these three columns.
+`kind`, `step` and `index` identify a row of a stage. Whoever adds something to rollouts later writes a table
+of its own with these three columns.
 
 Axes: `P` tokens of the prompt, `T` tokens of the response.
 """
@@ -21,6 +21,8 @@ REWARD = "reward/"
 """Begins the name of the column with the raw values of a reward source."""
 WEIGHTED = "weighted/"
 """Begins the name of the column with the part of a reward source in `total`."""
+PREFERENCE = "preference/"
+"""Begins the name of the column with the verdicts against the answers of a model."""
 
 TOKENS = pa.list_(pa.field("element", pa.int32()))
 NUMBERS = pa.list_(pa.field("element", pa.float32()))
@@ -39,15 +41,22 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("kind", pa.string(), "rewards", "what sampled it: `ppo`"),
-    Column("step", pa.int32(), "rewards", "step of PPO, from 1"),
+    Column("kind", pa.string(), "rewards", "what sampled it: `ppo`, `evaluation`, `match` or `sample`"),
+    Column("step", pa.int32(), "rewards", "step of PPO, from 1; 0 for other kinds"),
     Column("index", pa.int32(), "rewards", "number of the response in its step, from 0"),
     Column("group", pa.int32(), "rewards", "number of the prompt in its step, from 0"),
     Column("prompt_id", pa.string(), "rewards", "digest of the prompt's text, as in the data artifact"),
+    Column("source", pa.string(), "rewards", "data source of the prompt"),
     Column("prompt_ids", TOKENS, "rewards", "(P,) tokens of the prompt, with its template"),
     Column("response_ids", TOKENS, "rewards", "(T,) tokens of the response, with EOS if it ended so"),
     Column("finished", pa.bool_(), "rewards", "whether EOS ended it; otherwise the length limit cut it"),
     Column("policy_version", pa.int32(), "rewards", "number of steps after which the policy sampled it"),
+    Column(
+        "weights",
+        pa.string(),
+        "rewards",
+        "digest of the weights that sampled it, as the engines acknowledged them; null with `ppo.staleness`",
+    ),
     Column(
         "seed",
         pa.int64(),
@@ -86,7 +95,7 @@ COLUMNS = (
     ),
     Column("returns", NUMBERS, "all", "(T,) that the critic was trained on; null without one"),
 )
-"""Without those of reward sources."""
+"""Of PPO, without those of reward sources."""
 
 REWARD_COLUMNS = (
     Column(f"{REWARD}<source>", pa.float64(), "rewards", "raw value of a reward source; NaN if it failed"),
@@ -98,6 +107,25 @@ REWARD_COLUMNS = (
     ),
 )
 """One of each for every source of `ppo.rewards`."""
+
+ANSWER_COLUMNS = (
+    Column("model", pa.string(), "rewards", "the stage that trained what answered, or `champion`"),
+    Column(
+        "prompt_set",
+        pa.string(),
+        "rewards",
+        "`held-out`, `chosen answers` (prompts of held-out pairs that are not among these), the name of a"
+        " regression set, or `training`",
+    ),
+    Column(
+        f"{PREFERENCE}<model>",
+        pa.float64(),
+        "rewards",
+        "verdict of the judge against the answer of this model: 1 won, 0.5 tie, 0 lost; null if they were not"
+        " compared",
+    ),
+)
+"""Further ones of the other kinds."""
 
 
 def includes(level: RecordLevel, other: RecordLevel) -> bool:

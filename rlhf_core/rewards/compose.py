@@ -29,7 +29,7 @@ from rlhf_core.config.rewards import (
     PythonReward,
     RemoteReward,
 )
-from rlhf_core.rewards.failures import Outcome, resolve_failures
+from rlhf_core.rewards.failures import Outcome, check_smoke, resolve_failures
 from rlhf_core.rewards.language_model import LanguageModelGrades
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
@@ -137,7 +137,8 @@ class RewardBatch:
 class RewardComposer:
     """Scores batches with the sources of `ppo.rewards`. Holds processes and connections: `close` it.
 
-    Raises `ConfigError` at construction for a function or host that cannot be used.
+    Raises `ConfigError` at construction for a function or host that cannot be used, or that gives a response
+    with a known value (`smoke`) another one.
     """
 
     def __init__(
@@ -167,10 +168,12 @@ class RewardComposer:
                 elif isinstance(source, RemoteReward):
                     self._external[name] = RemoteService(source)
                 elif isinstance(source, LanguageModelReward):
-                    self._external[name] = LanguageModelGrades(source, digest, replies)
+                    kept = replies if source.pure else None
+                    self._external[name] = LanguageModelGrades(source, digest, kept)
                 else:
                     continue
                 started.callback(self._external[name].close)
+                check_smoke(name, source.smoke, self._external[name])
             started.pop_all()
 
     def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:

@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from rlhf_core.errors import RewardError
+from rlhf_core.config.rewards import SmokeRow
+from rlhf_core.data.examples import prompt_id
+from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.types import RewardInput
 
 log = logging.getLogger(__name__)
@@ -211,6 +213,25 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
                 values[index] = outcome.values[position]
             reasons |= {rest[position]: reason for position, reason in outcome.reasons.items()}
     return Outcome(values, dict(sorted(reasons.items())))
+
+
+def check_smoke(name: str, rows: Sequence[SmokeRow], call: Call) -> None:
+    """Score the responses with known values.
+
+    Raises ConfigError for the first one with a wrong value or without one.
+    """
+    samples = [
+        RewardInput(prompt_id(row.prompt), row.prompt, row.response, (), (), row.finished, row.meta)
+        for row in rows
+    ]
+    outcome = call(samples) if samples else Outcome([])
+    for index, (row, value) in enumerate(zip(rows, outcome.values, strict=True)):
+        if not row.accepts(value):
+            reason = f" ({outcome.reasons[index]})" if index in outcome.reasons else ""
+            raise ConfigError(
+                f"reward {name}: smoke.{index}, the response {row.response[:60]!r}, must get {row.expected};"
+                f" got {value:g}{reason}; correct the reward or the row"
+            )
 
 
 def resolve_failures(

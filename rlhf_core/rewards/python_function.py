@@ -17,6 +17,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import math
 import os
 import signal
 import socket
@@ -88,9 +89,17 @@ class PythonFunction:
         self._start()
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
-        if not samples:
-            return Outcome([])
-        return score_with_retries(self._name, self._once, samples, self._source.retries + 1)
+        batches: dict[str, list[int]] = {}
+        for index, sample in enumerate(samples):
+            batches.setdefault(sample.prompt_id if self._source.needs_group else "", []).append(index)
+        values, reasons = [math.nan] * len(samples), dict[int, str]()
+        for rows in batches.values():
+            batch = [samples[row] for row in rows]
+            outcome = score_with_retries(self._name, self._once, batch, self._source.retries + 1)
+            for row, value in zip(rows, outcome.values, strict=True):
+                values[row] = value
+            reasons |= {rows[index]: reason for index, reason in outcome.reasons.items()}
+        return Outcome(values, reasons)
 
     def close(self) -> None:
         """End the process; a second call does nothing."""
@@ -104,9 +113,14 @@ class PythonFunction:
     def _once(self, samples: Sequence[RewardInput]) -> Outcome:
         if self._process is None:
             self._start()
-        reply = self._exchange({"samples": [asdict(sample) for sample in samples]}, self._source.timeout)
-        if "error" in reply:
-            raise Failure(str(reply["error"]))
+        try:
+            reply = self._exchange({"samples": [asdict(sample) for sample in samples]}, self._source.timeout)
+            if "error" in reply:
+                raise Failure(str(reply["error"]))
+        except Failure as failure:
+            # Parts of a group would get other values.
+            failure.searchable &= not self._source.needs_group
+            raise
         return Outcome.of([float(value) for value in reply["values"]])
 
     def _start(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,6 +39,7 @@ from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_bas
 from rlhf_core.models.shape import shape_from_config
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.checkpoints import checkpoint_bytes
+from rlhf_core.record.reader import RECORD
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence, acquire, renewed
@@ -285,6 +287,10 @@ class _Attempt:
         try:
             result = function(config, context)
             unregister()
+            if spec.pipeline_key and (out / RECORD).is_dir():
+                run = pipeline_name(spec.config, spec.pipeline_key)
+                command = ["rlhf", "inspect", run, "--home", spec.config.run.home]
+                self.stage_run.set_tags({"rlhf.record": shlex.join(command)})
             # Before the artifact exists: from then on the stage is reused, and logs no metrics again.
             self.stage_run.flush()
             failpoint("stage.made")
@@ -298,6 +304,7 @@ class _Attempt:
                 },
                 # As it was given. The limits in `config` follow from the data, which the key contains.
                 config=spec.config.model_dump(mode="json", by_alias=True),
+                decided_by=spec.decided_by,
                 mlflow_run_id=self.stage_run.run_id,
             )
             is_complete = True

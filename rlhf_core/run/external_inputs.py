@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import JUDGE_PATH, BaseModelAddress, base_of, is_reference, parse_address
+from rlhf_core.config.address import (
+    BASE_STAGES,
+    MODEL_PATH,
+    BaseModelAddress,
+    base_of,
+    is_reference,
+    parse_address,
+)
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, UserFunction
 from rlhf_core.data.sources import model_digest, model_mark, short_name, source_digests, source_marks
@@ -23,16 +30,14 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Return digests of all that the pipeline reads from outside: data, base model, template, the Python
     files that rewards come from, the files of the judge, votes of people, and tasks of the benchmark.
     """
-    beside = _beside_sources(config, base_of(config, "judge"), model_digest)
+    beside = _beside_sources(config, _further_models(config), model_digest)
     return source_digests(config) | beside | benchmark_digests(config)
 
 
 def external_marks(config: PipelineConfig) -> dict[str, str]:
     """Return a mark of each of these inputs but references, without reading large files (`source_marks`)."""
-    base = base_of(config, "judge")
-    if base is not None and is_reference(base.path):
-        base = None
-    beside = _beside_sources(config, base, model_mark)
+    models = [base for base in _further_models(config) if not is_reference(base.path)]
+    beside = _beside_sources(config, models, model_mark)
     return source_marks(config) | beside | benchmark_digests(config, of_file=_file_mark)
 
 
@@ -41,18 +46,24 @@ def _file_mark(file: Path) -> str:
     return f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
 
 
+def _further_models(config: PipelineConfig) -> list[BaseModelAddress]:
+    """Return the models from outside that stages read beside that of `model.path`."""
+    bases = [base_of(config, stage) for stage in BASE_STAGES]
+    return [base for base in bases if base is not None and base.field != MODEL_PATH]
+
+
 def _beside_sources(
-    config: PipelineConfig, base_of_judge: BaseModelAddress | None, of_model: Callable[[str, str | None], str]
+    config: PipelineConfig, models: Sequence[BaseModelAddress], of_model: Callable[[str, str | None], str]
 ) -> dict[str, str]:
-    """Return digests of small files, and what `of_model(path, revision)` returns of the judges' models."""
+    """Return digests of small files, and what `of_model(path, revision)` returns of models."""
     found = reward_code_digests(config)
     judge = config.evaluate.language_model
     if judge is not None and judge.rubric is not None:
         found[RUBRIC] = hashlib.sha256(rubric_text(judge.rubric).encode()).hexdigest()
     if judge is not None and judge.path is not None:
         found[FOLDER] = of_model(judge.path, None)
-    if base_of_judge is not None:
-        found[JUDGE_PATH] = of_model(base_of_judge.path, base_of_judge.revision)
+    for base in models:
+        found[base.digest_name] = of_model(base.path, base.revision)
     for field, file in read_vote_files(config).items():
         found[field] = file.digest
     return found

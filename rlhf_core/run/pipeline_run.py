@@ -23,13 +23,14 @@ from rlhf_core.config.keys import (
     given_tracking_uri,
     is_enabled,
     is_made,
+    key_content,
     key_fields,
+    key_of,
     pipeline_key,
     pipeline_name,
-    sources_of_inputs,
+    sources_in_key,
     sources_read,
     stage_inputs,
-    stage_key,
 )
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.yaml import dump
@@ -69,6 +70,7 @@ log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 5.0
 """Progress is recorded at most this often."""
 _MAX_TAG_LENGTH = 4500
+_GUARDS = "guards raised"
 """MLflow allows 5000 characters."""
 
 
@@ -116,6 +118,8 @@ class PipelineRun:
         """When this run first came to a stage, by the monotonic clock. Failed attempts count in its time."""
         self.current_stage: dict[str, str] = {}
         """`stage` and `log` of the stage that is being made."""
+        self.remarks: dict[str, str] = {}
+        """What no artifact has and the report says: the guards that PPO raised in this run, and the drift."""
         self.next_stage = NextStage()
         self._progress_recorded = -PROGRESS_SECONDS
         """When progress was last recorded, by the monotonic clock."""
@@ -166,24 +170,20 @@ class PipelineRun:
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         # The stage compares all sources that it reads. The keys of its inputs contain the others.
-        prefixes, of_inputs = sources_read(self.config, stage), sources_of_inputs(self.config, stage)
-        read, in_key = {}, {}
-        for name, digest in self.sources.items():
-            if name.startswith(prefixes):
-                read[name] = digest
-                if not name.startswith(of_inputs):
-                    in_key[name] = digest
-        key = stage_key(self.config, stage, digests, in_key)
+        prefixes = sources_read(self.config, stage)
+        read = {name: digest for name, digest in self.sources.items() if name.startswith(prefixes)}
+        content = key_content(self.config, stage, digests, sources_in_key(self.config, stage, read))
         is_job = self.config.run.executor_of(stage) != "local"
         return StageSpec(
             stage,
-            key,
+            key_of(content),
             self.config,
             inputs,
             self.parent_run_id,
             self.key,
             read,
             until=self.stages[-1],
+            decided_by=content,
             base_models=copied_base_models(self.config) if is_job else {},
         )
 
@@ -244,6 +244,7 @@ class PipelineRun:
         if stage == "ppo" and self.current_stage.get("stage") != "ppo":
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
             self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
+            self.remarks[_GUARDS] = "none"
         self.home.progress(self.name).unlink(missing_ok=True)  # of an earlier attempt
         self.current_stage = {"stage": stage, "log": str(log_file)}
         self.save_state("running")
@@ -265,6 +266,11 @@ class PipelineRun:
     def tag_message(self, name: str, message: str) -> None:
         """Store a message of PPO as the tag `rlhf.{name}` of the MLflow run: `guard.loops`, `advice.sync`."""
         self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
+        kind, _, guard = name.partition(".")
+        if kind == "guard":
+            earlier = self.remarks.get(_GUARDS, "none")
+            raised = f"{guard} ({message.partition(':')[0]})"
+            self.remarks[_GUARDS] = raised if earlier == "none" else f"{earlier}, {raised}"
 
     def runs_elsewhere(self) -> bool:
         """Return whether another process of this host, which is alive, continues this run."""
@@ -333,7 +339,9 @@ class PipelineRun:
                 try:
                     text = (self.artifacts.fetch(record.ref) / report).read_text(encoding="utf-8")
                     complete = self.folder / report
-                    complete.write_text(with_outcome(text, outcome(summary)), encoding="utf-8")
+                    complete.write_text(
+                        with_outcome(text, [*outcome(summary), *self.remarks.items()]), encoding="utf-8"
+                    )
                     self.tracking.log_file(self.parent_run_id, complete)
                 except (RLHFError, OSError) as error:
                     log.warning("MLflow's run has no %s: %s", report, error)

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import (
     BASE_STAGES,
-    JUDGE_PATH,
     MODEL_PATH,
     base_of,
     is_reference,
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_MODELS = (MODEL_PATH, JUDGE_PATH)
 _KEY = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[\w.-]{1,100}")
 _FORMS_OF_MODELS = "champion:NAME, registry://NAME/VERSION or artifact://STAGE/KEY/FOLDER"
@@ -275,21 +273,22 @@ class _Resolver:
 
     def __init__(self, config: PipelineConfig) -> None:
         self._config = config
-        self._bases = [base for stage in BASE_STAGES if (base := base_of(config, stage)) is not None]
+        bases = [base_of(config, stage) for stage in BASE_STAGES]
+        self._bases = {base.field: base for base in bases if base is not None}
 
     def reference(self, field: str, text: str) -> Reference:
         """Return what the reference of a field stands for."""
-        if field in _MODELS:
+        if field in self._bases:
             return self._model(field, text)
         return self._source(field, text)
 
     def mark(self, field: str, text: str) -> str:
         """Return the mark of a reference, see `reference_marks`."""
         if text.startswith("artifact://"):
-            forms = _FORMS_OF_MODELS if field in _MODELS else _FORMS_OF_SOURCES
+            forms = _FORMS_OF_MODELS if field in self._bases else _FORMS_OF_SOURCES
             ref, path = self._artifact(open_artifacts(self._config), text, forms)
             return f"{ref.kind}/{ref.key} {ref.digest} {path}"
-        if field in _MODELS:
+        if field in self._bases:
             name, wanted = _policy(text)
             version, _ = self._find_artifacts(name, wanted)
             return f"{name} {version.version} {version.tags.get(WEIGHTS)}"
@@ -298,9 +297,11 @@ class _Resolver:
 
     def _model(self, field: str, text: str) -> Reference:
         """Return the model folder that `text` refers to."""
-        if any(base.revision is not None for base in self._bases if base.field == field):
-            revision = field.replace(".path", ".revision")
-            raise InputError(f"{revision} is a commit of a hub model; leave it out with a reference")
+        base = self._bases[field]
+        if base.revision is not None:
+            raise InputError(
+                f"{base.revision_field} is a commit of a hub model; leave it out with a reference"
+            )
         if text.startswith("artifact://"):
             store = open_artifacts(self._config)
             ref, folder = self._artifact(store, text, _FORMS_OF_MODELS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,7 @@ def describe_unfinished(home: Home, config_path: str, key_fields: Mapping[str, A
     last = last_run_of(home, config_path)
     if last is None or not is_unfinished(last) or "decided_by" not in last:
         return ""
-    changes = describe_changes(last["decided_by"], key_fields)
-    if len(changes) > _MAX_DIFFERENCES:
-        changes = [*changes[:_MAX_DIFFERENCES], f"{len(changes) - _MAX_DIFFERENCES} more"]
+    changes = first_of(describe_changes(last["decided_by"], key_fields))
     stage = last.get("making", {}).get("stage")
     where = f" in {stage}" if stage else ""
     return scrubbed(
@@ -98,10 +96,21 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         if before.get(name) == now.get(name):
             continue
         if _is_digest(old) and _is_digest(new):
-            changes.append(f"the content of {name.removeprefix('sources.')} has changed")
+            digests = f"sha256 {_short(old)}, now {_short(new)}"
+            changes.append(f"the content of {name.removeprefix('sources.')} has changed ({digests})")
         else:
-            changes.append(f"{name} was {old} and is {new}")
+            changes.append(f"{name} was {_short(old)} and is {_short(new)}")
     return changes
+
+
+def first_of(changes: Sequence[str]) -> list[str]:
+    """Return the first phrases, and the number of the others."""
+    others = len(changes) - _MAX_DIFFERENCES
+    return [*changes[:_MAX_DIFFERENCES], f"{others} more"] if others > 0 else list(changes)
+
+
+def _short(value: Any) -> Any:
+    return value[:8] if _is_digest(value) else value
 
 
 def _changed(file: Path) -> float:

@@ -78,7 +78,7 @@ def _accuracies(ref: ArtifactRef) -> dict[str, Any] | None:
 
 
 def _implicit_rewards(ref: ArtifactRef) -> dict[str, Any] | None:
-    found = _present(ref.metrics, ("rewards/chosen", "rewards/rejected"))
+    found = _present(ref.metrics, ("rewards/chosen", "rewards/rejected", "accuracy", "margin"))
     return {name.removeprefix("rewards/"): value for name, value in found.items()} or None
 
 
@@ -203,17 +203,20 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if "reason" in (registered := summary.get("registration", {})):
         parts.append(_outcome(registered))
     if found.get("judge_trained_on"):
-        parts.append("judged by the reward of its training")
+        of_pairs = policy_of(summary) == "dpo"
+        parts.append(f"judged by the {'pairs' if of_pairs else 'reward'} of its training")
     return ", ".join(parts)
 
 
 def outcome(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a run knows after its report: the promotion, and with it the time of all stages, also
-    reused ones.
+    """Return what the report of a run has besides its evaluation: the promotion, and with it the accuracy of
+    the reward model and the time of all stages, also reused ones.
     """
     rows = _rows_of_registration(summary.get("registration", {}))
     if not rows:
         return [("promotion", "not registered in this run")]
+    if "reward" in summary:
+        rows += _rows_of_accuracy(summary["reward"])
     return [*rows, ("all stages", duration(3600 * headline_metrics(summary)["hours"]))]
 
 
@@ -221,7 +224,7 @@ def headline_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the main metrics of a run, for the list of runs in MLflow."""
     found = _registered_policy(summary)
     evaluation = summary.get("evaluate", {})
-    policy = _policy(summary)
+    policy = policy_of(summary)
     made = [entry["made_in_seconds"] or 0.0 for entry in summary["stages"].values()]
     metrics = {"hours": sum(made) / 3600, **_present(found, ("kl", "length_ratio"))}
     if OVER_SFT in found:
@@ -234,8 +237,11 @@ def headline_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
             metrics[name] = evaluation[measure][policy]["mean"]
     if policy in evaluation.get("eos_rate", {}):
         metrics["eos_rate"] = evaluation["eos_rate"][policy]
-    if "accuracy" in summary.get("reward", {}):
-        metrics["reward_accuracy"] = summary["reward"]["accuracy"]
+    for stage in ("reward", "dpo"):
+        if "accuracy" in summary.get(stage, {}):
+            metrics[f"{stage}_accuracy"] = summary[stage]["accuracy"]
+    if "margin" in summary.get("dpo", {}):
+        metrics["dpo_margin"] = summary["dpo"]["margin"]
     if "reason" in (registered := summary.get("registration", {})):
         metrics["champion"] = float(registered["champion"])
     return metrics
@@ -245,7 +251,7 @@ _HEADLINES = {"reward_model": "reward", "judge_model": "judge", "gold_reward": "
 """Names in MLflow of the means of measures."""
 
 
-def _policy(summary: Mapping[str, Any]) -> str:
+def policy_of(summary: Mapping[str, Any]) -> str:
     """Return the policy that the run is about: the registered one, or that which was evaluated."""
     policies = summary.get("evaluate", {}).get("policies", {})
     wanted = str(summary.get("policy", "ppo"))
@@ -255,7 +261,7 @@ def _policy(summary: Mapping[str, Any]) -> str:
 def _registered_policy(summary: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the table of this policy; empty if there was no evaluation."""
     policies = summary.get("evaluate", {}).get("policies", {})
-    table: Mapping[str, Any] = policies.get(_policy(summary), {})
+    table: Mapping[str, Any] = policies.get(policy_of(summary), {})
     return table
 
 
@@ -271,7 +277,10 @@ def _rows_of_implicit_rewards(found: Mapping[str, Any]) -> list[tuple[str, str]]
     remark = ""
     if max(chosen, rejected) < 0:
         remark = ": both fall, so the policy moves to responses that are in no pair"
-    return [("DPO, implicit reward of chosen, of rejected", f"{chosen:.3f}, {rejected:.3f}{remark}")]
+    return [
+        ("DPO, held-out accuracy, margin", f"{found['accuracy']:.3f}, {found['margin']:.3f}"),
+        ("DPO, implicit reward of chosen, of rejected", f"{chosen:.3f}, {rejected:.3f}{remark}"),
+    ]
 
 
 def _rows_of_samples(sampled: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -419,11 +428,16 @@ def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
 
 
 def _time(entry: Mapping[str, Any]) -> str:
-    """Return the duration of a stage, with that over all runs in brackets for a reused or continued one."""
-    spent, made = duration(entry["seconds"]), entry["made_in_seconds"]
+    """Return the duration of a stage as it was logged at its end; of one that was continued, also the time of
+    all runs; of a reused one, the time in which it was made.
+    """
+    spent, made = entry["seconds"], entry["made_in_seconds"]
     if entry["how"] == "ran" or made is None:
-        return spent
-    return f"({duration(made)})" if entry["reused"] else f"{spent} ({duration(made)})"
+        return duration(spent)
+    if entry["reused"]:
+        return f"made in {duration(made)}"
+    # The time of all attempts has no starts of processes, so it can be less.
+    return duration(spent) if made <= spent else f"{duration(spent)} of {duration(made)}"
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:

@@ -6,7 +6,8 @@ prompts, and against each other.
     regression sets -> report
 
 Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained),
-`figures/` (all of these in `evaluation_files.py`), and the prompts of regression sets in `regression/`.
+`figures/` (all of these in `evaluation_files.py`), the prompts of regression sets in `regression/`, and all
+answers in the record.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
 from rlhf_core.evaluation.prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets
-from rlhf_core.evaluation.statistics import Comparison, failed_sets, regression_differences
+from rlhf_core.evaluation.statistics import Answer, Comparison, failed_sets, regression_differences
 from rlhf_core.evaluation.summary import (
     ByModel,
     Intervals,
@@ -48,6 +49,8 @@ from rlhf_core.evaluation.summary import (
     sample_rows,
     without_masked,
 )
+from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.record.schema import PREFERENCE, REWARD
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.stages.evaluation_files import Samples, write_evaluation
@@ -92,6 +95,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     judge_model = None if stage is None else context.inputs[stage] / "model"
     scorer = scoring.ResponseScorer(config, decoder.pad, device, context)
     score = partial(scorer.score, judge, judge_model)
+    record = AnswerRecord("evaluation", config.record, partial(generate.seed_of, config))
     with evaluation_session(config, device, context):
         # First: a judge that is refused costs no samples. PPO has measured its rewards before.
         agreement = {} if policy == "ppo" else check_language_model_rewards(config, context, "evaluate")
@@ -103,8 +107,9 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )
         responses = {model: by_set[_HELD_OUT] for model, by_set in by_model.items()}
         measured = _measure(config, context, policies, responses, sources, scorer, gold_known=gold_known)
+        _add_answers(record, sets, by_model, measured, judge)
         to_pairs = {model: [*by_set[_HELD_OUT], *by_set[_CHOSEN]] for model, by_set in by_model.items()}
-        regression = compare_on_sets(config, by_model, "sft", context.sources, interval)
+        regression = compare_on_sets(config, by_model, "sft", context.sources, interval, record)
         prefer = by_score(score) if language_model is None else language_model.prefer
         over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, prefer, interval)
         responses, measured = without_masked(responses, measured)
@@ -113,8 +118,11 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
 
         def versus(model: str, opponent: str) -> Comparison:
             if language_model is not None:
-                return language_model.compare(responses[model], responses[opponent], interval)
-            return interval.compare(scored_answers[model], scored_answers[opponent], judge)
+                found = language_model.compare(responses[model], responses[opponent], interval)
+            else:
+                found = interval.compare(scored_answers[model], scored_answers[opponent], judge)
+            record.note(f"{PREFERENCE}{opponent}", responses[model], found.preferences)
+            return found
 
         ppo_over_dpo = versus("ppo", "dpo") if len(policies) > 1 else None
         # The main policy is the last one: what is reported of the judge's consistency is of this comparison.
@@ -130,22 +138,53 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     )
     evaluation = evaluation_json(responses, measured, comparisons, facts, interval, others)
     evaluation["rl_algorithm"] = config.ppo.title
-    # The first ones are not selected, so that they are representative.
-    shown = range(min(config.evaluate.samples, len(scored_answers["sft"])))
-    samples = sample_rows(scored_answers, comparisons, shown)
-    notable = notable_rows(scored_answers, comparisons, policy, _NOTABLE)
     name_of_judge = scoring.judge_name(config, judge)
-    answered = answered_prompts(
-        scored_answers, comparisons, titles_of(config.ppo.title), name_of_judge, _ANSWERED
-    )
+    samples = _shown(config, scored_answers, comparisons, policy, name_of_judge)
     metrics = flat_metrics(evaluation) | agreement
     if language_model is not None:
         metrics |= language_model.metrics()
-    write_evaluation(config, context, evaluation, Samples(samples, notable, answered), measured, metrics)
+    record.save(context)
+    write_evaluation(config, context, evaluation, samples, measured, metrics)
     attributes = {"prompts": len(prompts), "judge": name_of_judge, "rl_algorithm": config.ppo.title}
     for name, is_trained_on in facts.trained_on.items():
         attributes[flat_name("judge_trained_on", name)] = is_trained_on
     return StageResult(metrics, attributes | _failed_regression_sets(regression, policies))
+
+
+def _shown(
+    config: PipelineConfig,
+    scored: Mapping[str, Sequence[Answer]],
+    comparisons: Mapping[str, Comparison],
+    policy: str,
+    judge: str,
+) -> Samples:
+    """Return the answers to read. The first ones are not selected, so that they are representative."""
+    first = range(min(config.evaluate.samples, len(scored["sft"])))
+    titles = titles_of(config.ppo.title)
+    return Samples(
+        sample_rows(scored, comparisons, first),
+        notable_rows(scored, comparisons, policy, _NOTABLE),
+        answered_prompts(scored, comparisons, titles, judge, _ANSWERED),
+    )
+
+
+def _add_answers(
+    record: AnswerRecord,
+    sets: Mapping[str, Sequence[PromptExample]],
+    by_model: Mapping[str, Mapping[str, Sequence[RewardInput]]],
+    measured: Measured,
+    judge: str,
+) -> None:
+    """Add all answers of all models, and note the values of those to held-out prompts."""
+    for model, by_set in by_model.items():
+        for name, answers_to_set in by_set.items():
+            record.add(model, sets[name], answers_to_set, name)
+    scores = {**measured.rules, **measured.measures}
+    columns = {f"{REWARD}{name}": values for name, values in scores.items()}
+    columns |= {"score": measured.measures.get(judge, {}), "kl": measured.kl}
+    for column, values in columns.items():
+        for model, of_model in values.items():
+            record.note(column, by_model[model][_HELD_OUT], of_model)
 
 
 def _failed_regression_sets(regression: Mapping[str, Any], policies: Iterable[str]) -> dict[str, str]:

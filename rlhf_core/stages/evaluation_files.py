@@ -17,7 +17,7 @@ import yaml
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.evaluation import plots
-from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy, titles_of
+from rlhf_core.evaluation.measures import endless_models, main_policy, titles_of
 from rlhf_core.evaluation.prompts import shared_prompts
 from rlhf_core.evaluation.report import Plot, Report, render
 from rlhf_core.evaluation.summary import Measured
@@ -87,7 +87,6 @@ def write_evaluation(
     html = render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
     context.metrics.log_metrics(prefixed("eval/", metrics), 0)
-    context.metrics.log_table("samples", list(map(_table_row, samples.first)))
     context.metrics.log_answers(samples.answered)
     context.metrics.log_file(out / "report.html")
     context.metrics.flush()
@@ -190,10 +189,9 @@ def _report(
     if not config.dpo.enabled:
         del sections["dpo"]
     if config.ppo.enabled:
-        trained = {f"{config.ppo.title} steps": str(config.ppo.steps), "guards raised": _guards(context)}
+        trained = {f"{config.ppo.title} steps": str(config.ppo.steps)}
     else:
-        unit = "epoch" if config.dpo.epochs == 1 else "epochs"
-        trained = {"DPO": f"beta {config.dpo.beta:g}, at most {config.dpo.epochs} {unit}"}
+        trained = {"DPO": config.dpo.description}
     lineage = []
     for stage, ref in context.input_refs.items():
         lineage.append((stage, _minutes([ref]), ref.key, ref.digest))
@@ -218,12 +216,6 @@ def _report(
     )
 
 
-def _guards(context: StageContext) -> str:
-    """Return the guards of PPO that were raised, with the first step."""
-    raised = plots.raised_guards(_history(context))
-    return ", ".join(f"{name} (step {steps[0]})" for name, steps in raised.items()) or "none"
-
-
 def _minutes(refs: Iterable[ArtifactRef]) -> str:
     """Return the time that it took to make these artifacts; empty if none has it."""
     seconds = [float(ref.attributes["seconds"]) for ref in refs if "seconds" in ref.attributes]
@@ -233,12 +225,3 @@ def _minutes(refs: Iterable[ArtifactRef]) -> str:
 def _data_card(folder: Path) -> str:
     path = folder / "data_card.md"
     return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of the tracker's table, without nesting."""
-    winner = flat_name("winner", main_policy(row["scores"]))
-    flat = {name: row[name] for name in ("prompt", *row["scores"], winner)}
-    for model, scores in row["scores"].items():
-        flat |= prefixed(f"{model}/", scores)
-    return flat

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.address import base_of
 from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
 from rlhf_core.data.dataset import load_prompts, open_prompts, open_sft, require_answers
-from rlhf_core.data.tokenizer import Decoder, load_decoder
+from rlhf_core.data.tokenizer import Decoder, load_decoder, require_same_tokens
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
@@ -31,6 +32,7 @@ from rlhf_core.rewards.compose import code_digests
 from rlhf_core.rewards.python_function import read_code
 from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.stages.training import fetch_base
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.types import StageContext, StageResult, prefixed
@@ -61,6 +63,9 @@ def run(
     `make_fleet` gets the configuration, the context, "cpu" or "cuda", and the padding token.
     """
     agreement = check_language_model_rewards(config, context, "ppo")
+    fetch_base(config, context, "ppo")
+    if (teacher := base_of(config, "ppo")) is not None:
+        require_same_tokens(teacher, context.data / "tokenizer")
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.data)
     fleet = make_fleet(config, context, device, decoder.pad)
@@ -185,8 +190,8 @@ def _restore_published_weights(
     return {"published_step": float(version)} | prefixed(f"{name_of}/", found)
 
 
-def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:
-    """Return the model that each role starts from.
+def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path | str]:
+    """Return the model that each role starts from: a folder, or the hub id of a teacher.
 
     The critic starts from the reward model if that provides the rewards. Otherwise its scale would be wrong,
     so the critic starts from the SFT model with a head of zeros.
@@ -194,7 +199,9 @@ def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path]:
     sft = context.inputs["sft"] / "model"
     reward = context.inputs["reward"] / "model" if "reward" in context.inputs else sft
     critic = reward if config.ppo.trains_on_reward_model else sft
-    folders: dict[Role, Path] = {"policy": sft, "reference": sft, "critic": critic, "reward": reward}
+    folders: dict[Role, Path | str] = {"policy": sft, "reference": sft, "critic": critic, "reward": reward}
+    if (teacher := base_of(config, "ppo")) is not None:
+        folders["reference"] = teacher.path if teacher.is_hub else Path(teacher.path)
     if config.judge_in_ppo:
         folders["judge"] = context.inputs["judge"] / "model"
     return folders

@@ -9,6 +9,7 @@ held-out loss decides when the training ends and which weights are its result.
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,8 @@ from rlhf_core.types import PairExample, PromptAndResponse, StageContext, StageR
 _INTERVAL = ("", "_low", "_high")
 """Suffixes of a mean and the bounds of its interval."""
 
+log = logging.getLogger(__name__)
+
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
     """Train over `reward.deepspeed.ranks` ranks; a model no better than `reward.min_accuracy` fails the
@@ -104,6 +107,17 @@ def finish(
     # Before the gate, so that the metrics of a model that is refused can be read.
     context.metrics.flush()
     check_gate(config, stage, metrics)
+    exchanged, low = metrics.get("accuracy_exchanged", 0.0), metrics["accuracy_low"]
+    if exchanged >= low:
+        log.warning(
+            "held-out accuracy with exchanged prompts is %.3f, within the interval of that with the right"
+            " ones (%.3f [%.3f, %.3f]): the pairs do not show that the model reads the prompt; train it with"
+            " more pairs, or hold out more (data.eval_fraction)",
+            exchanged,
+            metrics["accuracy"],
+            low,
+            metrics["accuracy_high"],
+        )
     return StageResult(metrics)
 
 

@@ -3,6 +3,7 @@
     prompts -> n answers each -> scores -> best.jsonl     the best answer to each prompt, for `data.sft`
                                            pairs.jsonl    the best and the worst, for `data.preference`
                                            answers.jsonl  all answers, for people (`rlhf review --of sample`)
+                                           record/        the same with their tokens
 
 Only answers that end with EOS take part, have text, and have a score: the data stage puts an EOS after every
 answer, so one that was cut would be an answer that the policy never gave. Held-out prompts are not sampled.
@@ -16,6 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,12 @@ from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation import scoring
-from rlhf_core.evaluation.generate import SamplingSettings, sample_responses
+from rlhf_core.evaluation.generate import SamplingSettings, sample_responses, seed_of
 from rlhf_core.evaluation.policy_files import trained_files
 from rlhf_core.evaluation.questions import Pair
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer, write_answers
+from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.rewards.compose import code_digests, reward_inputs
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.system.files import write_jsonl
@@ -43,7 +46,6 @@ from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResul
 log = logging.getLogger(__name__)
 
 BEST, PAIRS = "best.jsonl", "pairs.jsonl"
-_TABLE_ROWS = 20
 _TIE = 0.5
 """Preference of a language model without a winner, and score of the answer that others are compared with."""
 
@@ -118,10 +120,14 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     pairs: list[tuple[ScoredAnswer, ScoredAnswer]] = []
     if not by_people:
         best, pairs = select(groups, settings.min_score)
-    pair_rows = list(starmap(_pair, pairs))
     write_jsonl(context.output / BEST, map(_demonstration, best))
-    write_jsonl(context.output / PAIRS, pair_rows)
+    write_jsonl(context.output / PAIRS, starmap(_pair, pairs))
     write_answers(context.output, map(_answers_to_prompt, groups))
+    record = AnswerRecord("sample", config.record, partial(seed_of, config, purpose=sampling.purpose))
+    record.add(settings.policy, repeated, samples, "training")
+    if not by_people:
+        record.note("score", samples, scores)
+    record.save(context)
     metrics = _metrics(answers, best) | {"pairs": float(len(pairs)), "prompts": float(len(prompts))}
     metrics["prompts_left_out"] = float(left_out)
     metrics |= agreement
@@ -132,7 +138,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     if problem := never_ends({"the model that answers": metrics["eos_rate"]}):
         log.warning("%s", problem)
     context.metrics.log_metrics(prefixed("sample/", metrics), 0)
-    context.metrics.log_table("sample_pairs", pair_rows[:_TABLE_ROWS])
     context.metrics.flush()
     attributes = {"judge": scoring.judge_name(config, settings.judge), "rl_algorithm": config.ppo.title}
     if settings.policy != "ppo":

@@ -49,7 +49,26 @@ class Provenance:
     """Text about the output, such as a digest."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The complete configuration of the run."""
+    decided_by: Mapping[str, Any] = field(default_factory=dict)
+    """What the key is made from (`rlhf_core.config.keys.key_content`)."""
     mlflow_run_id: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What the manifest of an artifact says of its origin."""
+
+    ref: ArtifactRef
+    created: str
+    """ISO 8601, UTC."""
+    config: Mapping[str, Any]
+    """The complete configuration of the run."""
+    decided_by: Mapping[str, Any]
+    """What the key is made from; empty in artifacts of earlier releases."""
+    parents: Mapping[str, str]
+    """Digest of each artifact that the stage read."""
+    versions: Mapping[str, str]
+    """Versions of packages, and digests of the code."""
 
 
 class ParentEntry(BaseModel):
@@ -199,6 +218,7 @@ class ArtifactStore:
             "facts": dict(provenance.attributes),
             # Other values, such as paths, become text: the checksum of the manifest accepts JSON only.
             "config": json.loads(json.dumps(provenance.config, default=str, allow_nan=False)),
+            "decided_by": dict(provenance.decided_by),
             "versions": versions(),
             "mlflow_run_id": provenance.mlflow_run_id,
         }
@@ -286,6 +306,16 @@ class ArtifactStore:
         return sizes
 
     @property
+    def store(self) -> Store:
+        """The store."""
+        return self._store
+
+    @property
+    def cache(self) -> Path:
+        """Local folder for copies from a remote store."""
+        return self._cache
+
+    @property
     def url(self) -> str:
         """URL of the store."""
         return self._store.url
@@ -329,6 +359,34 @@ class ArtifactStore:
                     " `rlhf` has not written it; use another artifact."
                 )
         return config
+
+    def origin(self, ref: ArtifactRef) -> Origin:
+        """Return the origin of an artifact. Raises CorruptArtifact if it is gone."""
+        return self._origin(self._present(ref))
+
+    def origins(self, kind: StageName) -> list[Origin]:
+        """Return the origin of every artifact of a stage whose manifest can be read."""
+
+        def read(key: str) -> Manifest | None:
+            try:
+                return self._read(kind, key)
+            except CorruptArtifact:
+                return None
+
+        found = bundles.in_parallel(read, self._store.folders(f"artifacts/{kind}"))
+        return [self._origin(manifest) for manifest in found if manifest is not None]
+
+    def _origin(self, manifest: Manifest) -> Origin:
+        body = manifest.body
+        parents = {name: entry["digest"] for name, entry in body["parents"].items()}
+        return Origin(
+            self._ref(manifest),
+            str(body.get("created", "")),
+            body["config"],
+            body.get("decided_by", {}),
+            parents,
+            body.get("versions", {}),
+        )
 
     def file_digests(self, ref: ArtifactRef, folder: str) -> dict[str, str]:
         """Return the sha256 of the files in a folder of an artifact, by name, without those in its folders.
@@ -453,6 +511,11 @@ _COPY = re.compile(r"(.+/artifacts-([a-z]+)-([0-9a-f]{16})-([0-9a-f]{12}))(?:/(.
 def store_file(copy: Path) -> Path:
     """Return the file next to a copy from a bucket that has the URL of its store."""
     return copy.with_name(f"{copy.name}.store")
+
+
+def annotations_copy(copy: Path) -> Path:
+    """Return the folder next to a copy from a bucket for copies of its annotations."""
+    return copy.with_name(f"{copy.name}.annotations")
 
 
 class ArtifactAddress(NamedTuple):

@@ -191,6 +191,22 @@ class CheckpointStore:
                 self._mark_damaged(step, error, manifest)
         if newest is not None:
             self._require_fresh_start_allowed(newest)
+        elif self._fence is not None and self._fence.attempt > 1:
+            log.warning("there is no checkpoint yet: attempt %d starts at step 1", self._fence.attempt)
+        return None
+
+    def newest(self) -> tuple[int, str] | None:
+        """Return the step of the newest checkpoint whose manifest can be read, and the other code because of
+        which it is not continued, or an empty text. None without a checkpoint. Nothing is fetched.
+        """
+        for step in self._steps():
+            try:
+                manifest = self._read(step)
+            except CorruptArtifact:
+                continue
+            if manifest is not None:
+                changed = _changes(manifest.body.get("made_with") or {}, _made_with())
+                return step, ", ".join(changed.values()) if self._refuses(changed) else ""
         return None
 
     def _fetch(self, manifest: Manifest) -> Path:
@@ -220,7 +236,7 @@ class CheckpointStore:
         if not changed:
             return
         described = ", ".join(changed.values())
-        if not self._store_settings.allow_other_code and not set(changed) <= _ONLY_LOGGED:
+        if self._refuses(changed):
             raise ConfigError(
                 f"store.allow_other_code: the checkpoint of step {step} to continue from was made with other"
                 f" code ({described}); go back to that, or set it to true to continue, perhaps with other"
@@ -229,6 +245,10 @@ class CheckpointStore:
         log.warning(
             "The checkpoint of step %d was made with other versions or threads (%s).", step, described
         )
+
+    def _refuses(self, changed: Mapping[str, str]) -> bool:
+        """Return whether a checkpoint is not continued whose code and versions have changed so."""
+        return not self._store_settings.allow_other_code and not set(changed) <= _ONLY_LOGGED
 
     def prepare(
         self, step: int, folder: Path, size: int, unsharded: int | None = None, *, own: int = 0

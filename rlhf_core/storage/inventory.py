@@ -19,7 +19,7 @@ from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import parse_artifact_address, parse_artifact_copy
 from rlhf_core.storage.bundles import DAMAGED, MANIFEST, Manifest, in_parallel, is_weights
 from rlhf_core.storage.store import Store
-from rlhf_core.types import CHECKPOINTS, artifact_prefix, checkpoint_prefix
+from rlhf_core.types import CHECKPOINTS, annotations_folder, artifact_prefix, checkpoint_prefix
 
 ARTIFACTS = "artifacts"
 _STAGE, _KEY = re.compile("[a-z]+"), re.compile("[0-9a-f]{16}")
@@ -51,7 +51,7 @@ class StoredArtifact:
 
     name: ArtifactName
     folders: tuple[str, ...]
-    """Name of the folder with its files."""
+    """Names of the folder with its files, and of that with its annotations, which may be missing."""
     digest: str
     """`Manifest.digest`."""
     size: int
@@ -168,7 +168,7 @@ def read_artifact(store: Store, name: ArtifactName) -> StoredArtifact | None:
         return None
     return StoredArtifact(
         name,
-        (manifest.folder,),
+        (manifest.folder, annotations_folder(manifest.digest)),
         manifest.digest,
         sum(entry.size for entry in manifest.files),
         _created(manifest),

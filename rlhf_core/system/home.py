@@ -2,7 +2,7 @@
 
 home/
 ├── runs/<run>/              run.json and progress.json (for `rlhf status`), summary.json; tune/ during
-│                            `rlhf tune`
+│                            `rlhf tune`, replay/ during `rlhf replay`
 ├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
 ├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see held_folders.py
 ├── stacks/                  Python stacks of processes that stalled
@@ -167,6 +167,10 @@ class Home:
     def tune(self, name: str) -> Path:
         """Return the temporary folder of the trials of `rlhf tune` for the run `name`."""
         return self.run(name) / "tune"
+
+    def replay(self, name: str) -> Path:
+        """Return the temporary folder of `rlhf replay` for the run `name`."""
+        return self.run(name) / "replay"
 
     def run_logs(self, name: str) -> Path:
         """Return the folder with the logs of the stages of the run `name`."""

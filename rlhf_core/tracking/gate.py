@@ -28,7 +28,9 @@ from rlhf_core.evaluation.evidence import prompts_for_evidence, prompts_for_leve
 from rlhf_core.evaluation.measures import NOT_IDENTIFIED, results_of
 from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences, units
 
+_NOT_INDEPENDENT = "which is not independent of the policy's training"
 _BETTER = "train a better policy"
+_MORE_PROMPTS = "data.eval_fraction, data.max_eval and evaluate.prompts"
 _AFTER_REGRESSION = (
     "read the answers, and train with data of this kind, or raise the margin (evaluate.regression)"
 )
@@ -274,8 +276,8 @@ def refused_alone(candidate: Evaluation, gate: Gate) -> Decision | None:
         return Decision(False, "votes", text, advice=_AFTER_VOTES)
     if gate.independent_judge and candidate.judge_trained_on:
         text = (
-            f"the judge is {_judge_name(candidate)}, which the policy was trained on, and"
-            " register.independent_judge is true"
+            f"the judge is {_judge_name(candidate)}, {_NOT_INDEPENDENT}, and register.independent_judge is"
+            " true"
         )
         return Decision(False, "judge", text, advice="add reward.judge={} or evaluate.language_model")
     return None
@@ -288,7 +290,7 @@ def _first(candidate: Evaluation, gate: Gate, level: float) -> Decision:
         f" {units(verdicts.prompts, candidate.grouped_prompts)}, and there is no champion yet"
     )
     if candidate.judge_trained_on:
-        words += f" (judge: {_judge_name(candidate)}, which the policy was trained on)"
+        words += f" (judge: {_judge_name(candidate)}, {_NOT_INDEPENDENT})"
     words += _by_people(candidate.votes, gate)
     if verdicts.prompts < gate.min_prompts:
         return _too_few(words, gate)
@@ -309,7 +311,7 @@ def _by_match(
         f"{units(match.prompts, match.grouped_prompts, 'held-out prompts')}"
     )
     if match.judge:
-        trained = ", which the policy was trained on" if candidate.judge_trained_on else ""
+        trained = f", {_NOT_INDEPENDENT}" if candidate.judge_trained_on else ""
         words += f" (judge: {match.judge.replace('_', ' ')}{trained})"
     if controlled := match.length_controlled:
         mean, low, high = (controlled[name] for name in ("mean", "low", "high"))
@@ -385,10 +387,7 @@ def _more_prompts(needed: int | None, grouped_prompts: int) -> str:
     if needed is None:
         return f"at this win rate no number of prompts is enough; {_BETTER}"
     unit = "groups of prompts" if grouped_prompts else "prompts"
-    return (
-        f"at this win rate about {needed:,} {unit} are needed: raise evaluate.prompts and data.max_eval, or"
-        f" {_BETTER}"
-    )
+    return f"at this win rate about {needed:,} {unit} are needed: raise {_MORE_PROMPTS}, or {_BETTER}"
 
 
 def _evidence(logarithm: float) -> str:
@@ -439,7 +438,7 @@ def _asked_champions_judge(match: Match, champion: Evaluation) -> bool:
 def _too_few(words: str, gate: Gate) -> Decision:
     # A test was made, because its outcome is known: more prompts continue it at its level.
     text = f"{words}; register.min_prompts={gate.min_prompts} are needed"
-    advice = "raise evaluate.prompts, data.max_eval and data.eval_fraction until there are enough"
+    advice = f"raise {_MORE_PROMPTS} until there are enough"
     return Decision(False, "min_prompts", text, tested=True, advice=advice)
 
 

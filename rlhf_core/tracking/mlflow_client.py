@@ -59,6 +59,8 @@ MAIN_METRICS = (
     "length_ratio",
     "eos_rate",
     "reward_accuracy",
+    "dpo_accuracy",
+    "dpo_margin",
     "champion",
     "hours",
 )

@@ -225,6 +225,7 @@ class StageRun:
         self._monitor: Any = None
         self._state: RunState | None = None
         self._recorded: dict[str, int] = {}
+        self._tags: dict[str, str] = {}
         self._lock = threading.Lock()
         # `_next_try` is 0.0 while the tracker answers.
         self._pauses = pauses
@@ -274,9 +275,10 @@ class StageRun:
             self._spool.add_bytes(text.encode(errors="replace"), _ANSWERS)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags of the run; the next `flush` sends them. Replaces tags that were not sent yet."""
+        """Set tags of the run; the next `flush` sends them."""
         with self._lock:
-            self._spool.add_bytes(json.dumps(dict(tags)).encode(), _TAGS)
+            self._tags.update(tags)
+            self._spool.add_bytes(json.dumps(self._tags).encode(), _TAGS)
 
     def log_file(self, path: Path, folder: str = "") -> None:
         """Log a small file, such as a report, as an artifact of the run."""

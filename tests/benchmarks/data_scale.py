@@ -22,6 +22,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,15 @@ def tokenizer_of(folder: Path | None) -> Any:
 def drift(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     """Compare a data artifact with itself."""
     prompts, answers = texts(1, 4), texts(2, 8)
-    sets: dict[str, list[Any]] = {"sft": [], "pairs": [], "prompts": []}
+    sft, pairs, asked = [], [], []
     for number in range(rows):
-        prompt, *both = (tuple(tokenizer.encode(next(each))) for each in (prompts, answers, answers))
-        mask = (0,) * len(prompt) + (1,) * len(both[0])
-        sets["sft"].append(SFTExample(prompt + both[0], mask))
-        sets["pairs"].append(PairExample(str(number), f"prompt {number}", prompt, *both))
-        sets["prompts"].append(PromptExample(str(number), f"prompt {number}", prompt))
-    data = write_data_artifact(folder / "data", **sets, tokenizer=tokenizer)
+        prompt = tuple(tokenizer.encode(next(prompts)))
+        chosen, rejected = tuple(tokenizer.encode(next(answers))), tuple(tokenizer.encode(next(answers)))
+        mask = (0,) * len(prompt) + (1,) * len(chosen)
+        sft.append(SFTExample(prompt + chosen, mask))
+        pairs.append(PairExample(str(number), f"prompt {number}", prompt, chosen, rejected))
+        asked.append(PromptExample(str(number), f"prompt {number}", prompt))
+    data = write_data_artifact(folder / "data", sft=sft, pairs=pairs, prompts=asked, tokenizer=tokenizer)
     size = (data / "tokenizer" / "tokenizer.json").stat().st_size / 1e6
     seconds = seconds_of(lambda: statistics_of_new_rows(data, data))
     return [(f"3 x {rows} rows, tokenizer.json of {size:.1f} MB", f"{seconds:.2f} s")]
@@ -153,7 +155,7 @@ def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     seconds = 0.0
     for start in range(0, len(conversations), 256):
         part = conversations[start : start + 256]
-        seconds += seconds_of(lambda part=part: backend.encode_batch(part, add_special_tokens=False))
+        seconds += seconds_of(partial(backend.encode_batch, part, add_special_tokens=False))
     alone = 3 * rows / seconds
     return [
         (f"stage data, 3 x {rows} rows", f"{rate:.0f} rows/s"),

@@ -4,6 +4,7 @@
 - an error comes back with its class and message
 - a child that dies, is suspended, exits without a result, or hangs, is a StageFailed that says how and quotes
   the log
+- an interruption is answered at once, before the child has ended
 - nothing of it survives: not after success, timeout or interruption, not in another session, not the flow's
   SIGKILL
 """
@@ -186,12 +187,21 @@ def test_an_interruption_of_the_flow_stops_the_child(toy: Any, spec: StageSpec, 
         " 'rows')\ntime.sleep(600)"
     )
 
+    said: list[tuple[str, bool]] = []
+
     def interrupt(event: dict[str, Any]) -> None:
-        raise KeyboardInterrupt
+        if event["event"] == "progress":
+            raise KeyboardInterrupt
+        alive = ProcessId.of(int((tmp_path / "pid").read_text())) is not None
+        said.append((event["message"], alive))
 
     with pytest.raises(KeyboardInterrupt):
         run(spec, tmp_path, environment, on_event=interrupt)
     assert ProcessId.of(int((tmp_path / "pid").read_text())) is None
+    [(message, was_alive)] = said
+    assert was_alive, "it is said before the wait for the end of the stage, not after it"
+    assert message.startswith("is being stopped, which takes at most 20 s")
+    assert "Another Ctrl-C ends the stage at once" in message
 
 
 def test_sigterm_lets_the_stage_clean_up_and_ends_with_143(toy: Any, spec: StageSpec, tmp_path: Path) -> None:

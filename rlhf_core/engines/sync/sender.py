@@ -32,6 +32,7 @@ from rlhf_core.engines.sync.wire import (
 )
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.files import json_sha256
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class SyncReport:
     tensors: int
     bytes: int
     seconds: float
+    checksum: str = ""
+    """Digest of the checksums of all tensors, as they were sent; 16 hex digits."""
 
 
 class WeightSender:
@@ -96,7 +99,8 @@ class WeightSender:
             return None
         verify(self._checksums, version, self._client.acknowledge())
         total = sum(spec.bytes for spec in self._specs)
-        return SyncReport(version, len(self._specs), total, time.monotonic() - started)
+        checksum = json_sha256(self._checksums)[:16]
+        return SyncReport(version, len(self._specs), total, time.monotonic() - started, checksum)
 
     def _stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights in the engines' precision. Rank 0 stores the checksums of what it sends."""

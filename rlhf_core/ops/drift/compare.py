@@ -154,6 +154,7 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     report = DriftReport(name, found, drift_markdown(found, name), run.folder / PAGE)
     write_atomic(report.page, report.markdown)
     _publish(run, report)
+    run.remarks[f"drift from {name}"] = "; ".join(report.above("warn", "stop")) or "within the limits"
     return report
 
 

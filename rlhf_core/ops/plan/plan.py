@@ -31,7 +31,10 @@ from rlhf_core.ops.plan.speed import (
     SCORING_MFU,
     TRAINING_MFU,
     StepTime,
+    evaluation_time,
+    evaluations_during_ppo,
     seconds_of_step,
+    starting_time,
     step_time,
 )
 from rlhf_core.pipeline import StageName
@@ -96,6 +99,20 @@ class Plan:
     """Rows, steps and time of each stage that trains; empty if no rows were read."""
     unread: str | None = None
     """Why no rows were read although this was wanted."""
+    starts: tuple[float, float] = (0.0, 0.0)
+    """Shortest and longest time in which the processes of all stages start."""
+    evaluations: float = 0.0
+    """Time of the evaluations during and after the training."""
+
+    @property
+    def whole(self) -> tuple[float, float]:
+        """Seconds of all stages but `data`: with rows of median and of full length, and with the shortest and
+        the longest starts.
+        """
+        least, most = self.starts
+        least += sum(work.at_median for work in self.work)
+        most += sum(work.seconds for work in self.work)
+        return least + self.evaluations, most + self.evaluations
 
     @property
     def fullest(self) -> DeviceLoad:
@@ -172,6 +189,8 @@ def make_plan(
         table,
         () if table is None else tuple(stage_work(config, table, steps)),
         unread,
+        starting_time(config),
+        evaluation_time(config, shape, hardware) + evaluations_during_ppo(config, shape, hardware),
     )
 
 
@@ -313,6 +332,8 @@ def as_json(plan: Plan) -> str:
         "parameters": plan.shape.parameters,
         "rows": plan.table and plan.table.card["counts"],
         "work": [asdict(work) for work in plan.work],
+        "start_seconds": plan.starts,
+        "evaluation_seconds": plan.evaluations,
         "unread": plan.unread,
         "limits": {**plan.config.limits._asdict(), "estimated": plan.limits_are_assumed},
         "batches": dict(describe_batches(plan.config)),
@@ -438,8 +459,13 @@ def _say_rows(plan: Plan, console: Console, say: Say) -> None:
         times = (duration(plan.steps[work.stage]), duration(work.seconds))
         table.add_row(work.stage, f"{work.rows:,} {work.what}", f"{work.steps:,}", *times)
     say(table)
-    every = duration(sum(work.seconds for work in plan.work))
-    say(f"training, estimated: {every} in all; data, evaluation and starts come on top.{_doubt(plan)}\n")
+    least, most = map(duration, plan.whole)
+    starts = " to ".join(map(duration, plan.starts))
+    say(
+        f"a run, estimated: {least} (rows of median length) to {most} (of full length), with evaluations"
+        f" ({duration(plan.evaluations)}) and starts of processes ({starts}), without the stage data."
+        f"{_doubt(plan)}\n"
+    )
 
 
 def _doubt(plan: Plan) -> str:

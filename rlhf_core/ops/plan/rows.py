@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
-from rlhf_core.config.data import SetName, Source
+from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, SetName, Source
 from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.data.files import list_files, read_file, suffix_of
 from rlhf_core.data.sources import address_of
 from rlhf_core.ops.data_table import DataTable
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.loads import PPO
+from rlhf_core.planning.loads import PPO, largest_pass
 
 _COUNTED_LINES = 1_000_000
 """Lines of a file that are counted, in a second or two."""
@@ -36,7 +37,9 @@ class StageWork:
     rows: int
     steps: int
     seconds: float
-    """Estimated time of all steps."""
+    """Estimated time of all steps, if every sequence has the maximum length."""
+    at_median: float
+    """The same, if every row has the median length of the first ones."""
 
 
 def why_unread(config: PipelineConfig) -> str | None:
@@ -63,17 +66,37 @@ def stage_work(
     share = 0.0 if judge is None else judge.fraction
     for stage, section in config.training_sections.items():
         if isinstance(section, SFTConfig):
-            what, rows = "demonstrations", _training_rows(config, table, "sft")
+            name: SetName = "sft"
+            what, rows = "demonstrations", _training_rows(config, table, name)
         else:
+            name = "preference"
             what, rows = "pairs", round(pairs * (share if stage == "judge" else 1 - share))
         steps = section.epochs * math.ceil(rows / section.batch_size)
         if isinstance(section, RewardConfig):
             steps *= section.members
-        work.append(StageWork(stage, what, rows, steps, steps * seconds[stage]))
+        every = steps * seconds[stage]
+        shorter = min(1.0, _median(table, name) / largest_pass(config, stage).longest)
+        work.append(StageWork(stage, what, rows, steps, every, every * shorter))
     if config.ppo.enabled:
         prompts, steps = _training_rows(config, table, "prompts"), config.ppo.steps
-        work.append(StageWork(PPO, "prompts", prompts, steps, steps * seconds[PPO]))
+        every = steps * seconds[PPO]
+        # The policy is taken to answer as long as the rows.
+        responses = [row["p50"] for row in _lengths(table) if row["field"] == RESPONSE]
+        sampled = min([config.limits.new, *responses])
+        shorter = min(1.0, (_median(table, "prompts") + sampled) / config.max_sequence_tokens)
+        work.append(StageWork(PPO, "prompts", prompts, steps, every, every * shorter))
     return work
+
+
+def _median(table: DataTable, name: SetName) -> int:
+    """Return the tokens of a row of a set: of its prompt and response, or of its text if that is longer."""
+    medians: dict[str, int] = {row["field"]: row["p50"] for row in _lengths(table) if row["set"] == name}
+    return max(medians.get(TEXT, 0), medians.get(PROMPT, 0) + medians.get(RESPONSE, 0))
+
+
+def _lengths(table: DataTable) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.card["limits"]["rows"]
+    return rows
 
 
 def _training_rows(config: PipelineConfig, table: DataTable, name: SetName) -> int:
@@ -99,11 +122,11 @@ def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:
     if address.kind == "synthetic":
         rows = config.data.synthetic.rows(name)
     else:
-        rows = sum(_rows_of_file(file) for file in list_files(address, source.split))
+        rows = sum(rows_of_file(file) for file in list_files(address, source.split))
     return rows if source.limit is None else min(rows, source.limit)
 
 
-def _rows_of_file(file: Path) -> int:
+def rows_of_file(file: Path) -> int:
     """Return about the number of rows of a file. A CSV row with line breaks counts several times."""
     suffix = suffix_of(file.name)
     if suffix == ".parquet":

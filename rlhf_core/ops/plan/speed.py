@@ -21,7 +21,9 @@ from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.keys import is_enabled, stages_made
 from rlhf_core.config.placement import Group, plan
+from rlhf_core.config.register import POLICIES
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.hardware import Hardware
@@ -49,6 +51,13 @@ ALL_REDUCE = 15e-6
 """Assumed seconds of the smallest all-reduce of an engine's GPUs."""
 OFFLOAD_BYTES = 12e9
 """Bytes a second between device and host memory, for offloaded state and for gloo (assumed, PCIe 4 x16)."""
+PROCESS_START = (1, 5)
+ENGINES_START = (10, 50)
+"""Seconds until the process of a stage begins its work, and until the ranks and engines of PPO begin theirs:
+assumed, and in runs of the demo on two cores that other programs used as well.
+"""
+_READERS = 3
+"""Models that read a response of an evaluation: the policy, the SFT model and the reward model."""
 HOST_ADAM = 4e9
 """Parameters a second that Adam updates on the CPUs of a host: 10 billion in 2.6 s (ZeRO-Offload, arXiv
 2101.06840, table 4).
@@ -101,10 +110,10 @@ def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> 
 
     The groups compute at the same time, and the roles of one group one after the other.
     """
-    groups = plan(config.ppo).groups
+    groups, engines = plan(config.ppo).groups, config.ppo.engine.count
     times = [group_time(config, shape, group, hardware) for group in groups]
     return StepTime(
-        rollout_time(config, shape, hardware),
+        sampling_time(config, shape, hardware, math.ceil(config.ppo.rollout_batch_size / engines)),
         max(scoring for scoring, _ in times),
         max(training for _, training in times),
         sync_time(config, shape, hardware) + _turn_time(config, shape, groups[0]),
@@ -175,15 +184,14 @@ def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, 
     return seconds
 
 
-def rollout_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> float:
-    """Return the time of generating all responses of a step.
+def sampling_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware, per_engine: int) -> float:
+    """Return the time in which each engine generates `per_engine` responses.
 
     Prefill is limited by arithmetic. Decoding reads the weights and the KV cache once per token, for as many
     sequences at a time as the cache holds.
     """
-    ppo, engine, device = config.ppo, config.ppo.engine, hardware.device
+    engine, device = config.ppo.engine, hardware.device
     size = dtype_bytes(engine.dtype)
-    per_engine = math.ceil(ppo.rollout_batch_size / engine.count)
     capacity = (
         engine_memory(shape, engine, device, config.model.head_dtype).tokens // config.max_sequence_tokens
     )
@@ -204,6 +212,43 @@ def rollout_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) 
     if engine.enforce_eager:
         token += LAUNCH * shape.layers
     return seconds + token * waves * limits.new
+
+
+def evaluation_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> float:
+    """Return the time of the evaluation: each model samples a response to each prompt, and the models of the
+    KL and the reward model read all of them.
+    """
+    models = 1 + sum(is_enabled(config, policy) for policy in POLICIES)
+    responses = models * config.evaluate.prompts
+    return _evaluating(config, shape, hardware, responses, config.evaluate.engines, config.evaluate.ranks)
+
+
+def evaluations_during_ppo(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> float:
+    """Return the time of all evaluations that PPO makes of its policy."""
+    ppo = config.ppo
+    if ppo.evaluation_interval is None:
+        return 0.0
+    one = _evaluating(
+        config, shape, hardware, ppo.evaluate_prompts, ppo.engine.count, ppo.policy_deepspeed.ranks
+    )
+    return one * (1 + math.ceil(ppo.steps / ppo.evaluation_interval))
+
+
+def _evaluating(
+    config: PipelineConfig, shape: ModelShape, hardware: Hardware, responses: int, engines: int, ranks: int
+) -> float:
+    reading = _forward(shape, responses, config.max_sequence_tokens) * _READERS
+    sampling = sampling_time(config, shape, hardware, math.ceil(responses / engines))
+    return sampling + _computing(reading, ranks, hardware, SCORING_MFU)
+
+
+def starting_time(config: PipelineConfig) -> tuple[float, float]:
+    """Return the shortest and the longest time in which the processes of all stages start."""
+    stages = stages_made(config, "data", "register")
+    least, most = (len(stages) * seconds for seconds in PROCESS_START)
+    if PPO in stages:
+        least, most = least + ENGINES_START[0], most + ENGINES_START[1]
+    return least, most
 
 
 def sync_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> float:

@@ -46,7 +46,12 @@ from rlhf_core.ops.prune.retention import (
 )
 from rlhf_core.run.registered_policies import registry_of
 from rlhf_core.run.state import process_of, read_state
-from rlhf_core.storage.artifacts import parse_artifact_address, parse_artifact_copy, store_file
+from rlhf_core.storage.artifacts import (
+    annotations_copy,
+    parse_artifact_address,
+    parse_artifact_copy,
+    store_file,
+)
 from rlhf_core.storage.bundles import MANIFEST
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Claim, Fence, claim_next, observe, renewed
@@ -414,5 +419,6 @@ def remove_copy(store: Store, copy: CachedCopy) -> bool:
     if artifact is not None and artifact.copy_name == copy.folder.name:
         return False
     shutil.rmtree(copy.folder, ignore_errors=True)
+    shutil.rmtree(annotations_copy(copy.folder), ignore_errors=True)
     store_file(copy.folder).unlink(missing_ok=True)
     return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +153,8 @@ class Fleet:
     Args:
         settings: Settings of the stage, from which the processes follow.
         device: "cpu" or "cuda".
-        folders: The model that each role starts from. The engines start from the policy's.
+        folders: The model that each role starts from, a folder or a hub id. The engines start from the
+            policy's.
         pad_id: Padding token.
         monitor: The heartbeat monitor of the stage, already entered; None for a new one.
         nodes: The other hosts of a cluster; None if all hosts have the same folders.
@@ -164,7 +165,7 @@ class Fleet:
         self,
         settings: PPOSettings,
         device: str,
-        folders: dict[Role, Path],
+        folders: Mapping[Role, Path | str],
         pad_id: int,
         monitor: Monitor | None = None,
         nodes: Nodes | None = None,
@@ -174,7 +175,10 @@ class Fleet:
         self.settings = settings
         self._plan = plan(settings.ppo)
         self._device = device
-        self._folders = {role: str(folder.resolve()) for role, folder in folders.items()}
+        self._folders = {
+            role: folder if isinstance(folder, str) else str(folder.resolve())
+            for role, folder in folders.items()
+        }
         self._pad_id = pad_id
         self._timeouts = settings.run.timeouts
         self._local = not on_cluster()

@@ -154,6 +154,9 @@ class ModelWorker(ListeningActor):
         trained = role in TRAINED
         deepspeed = group.deepspeed(role, ppo)
         load: Any = load_score_model
+        revision = None
+        if role == "reference" and ppo.teacher is not None:
+            revision = ppo.teacher.revision
         if role in ("policy", "reference"):
             # The same head for both: a KL between log-probabilities with different rounding has no meaning.
             load = partial(load_policy, head_dtype=self._settings.model.head_dtype)
@@ -162,6 +165,7 @@ class ModelWorker(ListeningActor):
             dtype=deepspeed.dtype,
             attention=self._settings.model.attention,
             device=self._rank.torch_device,
+            revision=revision,
             quantize=ppo.lora.quantize if ppo.lora is not None and trained else None,
             pack=ppo.pack,
             shards=shards_of(deepspeed),

@@ -1,7 +1,8 @@
 """Detection of failing training runs, as configured in `ppo.guards`.
 
-    metrics of a step -> conditions -> several steps in a row -> alarm: a warning in the log, `guards/<name>`
-                                                                 = 1, and with `stop` the end of the run
+    metrics of a step -> conditions -> several steps in a row -> alarm
+
+An alarm is a warning in the log and `warnings/<name>` = 1, and with `stop` the end of the run.
 
 Some conditions compare a metric with its initial value. This is the value of the first step, whose responses
 are sampled from the SFT model. docs/diagnose.md lists all guards with an example of a failure for each.
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -47,6 +48,7 @@ Evaluations = Mapping[int, Mapping[str, float]]
 """Metrics `eval/...` by policy version, in order."""
 
 SCORE, KL = "eval/score", "eval/kl"
+DIVERSITY = "eval/distinct_2"
 CORRELATION, CORRELATION_ERROR = "eval/judge_correlation", "eval/judge_correlation_error"
 _SAME_SPEED = 0.95
 """A policy of this share of the mean speed has not become slower; the rest is noise of the KL."""
@@ -165,8 +167,8 @@ def in_words(evaluations: Evaluations, measure: str, label: str) -> str:
 TRAINS_POLICY = "ppo/trains_policy"
 """1 in steps that train the policy, 0 in those that train the critic only and in skipped ones."""
 _INITIAL_METRICS = ("rollout/eos_rate", "policy/entropy", "rollout/length")
-# The last guard, `overoptimization`, is checked after an evaluation.
-NAMES: tuple[GuardName, ...] = get_args(GuardName)[:-1]
+# The last two are checked after an evaluation (`check_evaluations`).
+NAMES: tuple[GuardName, ...] = get_args(GuardName)[:-2]
 
 
 def alarm(name: str, text: str) -> None:
@@ -176,27 +178,54 @@ def alarm(name: str, text: str) -> None:
     log.warning("%s", text, extra={"guard": name})
 
 
-def check_divergence(ppo: PPOConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
-    """Check the guard `overoptimization` after an evaluation. `divergence` looks at two of them, so it has no
-    counter.
+def check_evaluations(ppo: PPOConfig, evaluations: Evaluations, metrics: dict[str, float]) -> str | None:
+    """Check the guards that look at evaluations, which have no counters: `overoptimization` and
+    `diversity_loss`.
 
-    Adds `guards/overoptimization` to `metrics`. Returns a sentence if the guard must end the run.
+    Adds `warnings/<name>` to `metrics`. Returns a sentence if a guard must end the run.
     """
-    action = ppo.guards.get("overoptimization", "warn")
-    if action == "off":
-        return None
-    found = divergence(evaluations, guard_limit(ppo.guard_limits, "overoptimization"))
-    metrics["guards/overoptimization"] = float(found is not None)
+    failures = []
+    for name, describe in _OF_EVALUATIONS.items():
+        action = ppo.guards.get(name, "warn")
+        if action == "off":
+            continue
+        text = describe(evaluations, guard_limit(ppo.guard_limits, name))
+        metrics[f"warnings/{name}"] = float(text is not None)
+        if text is not None:
+            alarm(name, text)
+            if action == "stop":
+                failures.append(text)
+    return "; ".join(failures) or None
+
+
+def _overoptimised(evaluations: Evaluations, limit: float) -> str | None:
+    found = divergence(evaluations, limit)
     if found is None:
         return None
-    text = (
+    return (
         f"step {found.version}: the scores of reward model and judge have a correlation of"
         f" {found.correlation:.2f} over the responses to the held-out prompts, and {found.initial:.2f} over"
         f" the SFT model's, and the policy still moves away from it (KL {found.kl:.1f}): the reward model is"
         " over-optimised; raise ppo.kl.coef, or set ppo.publish=best and ppo.stop_patience"
     )
-    alarm("overoptimization", text)
-    return text if action == "stop" else None
+
+
+def _alike(evaluations: Evaluations, limit: float) -> str | None:
+    versions = sorted(evaluations)
+    initial, value = (evaluations[each].get(DIVERSITY, math.nan) for each in (versions[0], versions[-1]))
+    if not value < limit * initial:
+        return None
+    return (
+        f"step {versions[-1]}: {value:.1%} of the word pairs in the responses to the held-out prompts are"
+        f" distinct, {initial:.1%} in the SFT model's: the responses become alike; read samples, raise"
+        " ppo.kl.coef, or set ppo.publish=best"
+    )
+
+
+_OF_EVALUATIONS: Mapping[GuardName, Callable[[Evaluations, float], str | None]] = {
+    "overoptimization": _overoptimised,
+    "diversity_loss": _alike,
+}
 
 
 class Guards:
@@ -215,7 +244,7 @@ class Guards:
         self._in_a_row = {name: int(count) for name, count in state["in_a_row"].items()}
 
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
-        """Add `guards/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
+        """Add `warnings/<name>` to `metrics`. Return one sentence for each guard that must end the run."""
         # A step that is skipped is not checked, so these metrics are finite.
         if not self._initial:
             self._initial = {name: metrics[name] for name in _INITIAL_METRICS if name in metrics}
@@ -231,7 +260,7 @@ class Guards:
             needed = self._ppo.guard_patience
             if name == "blind_critic":
                 needed = math.ceil(self._limit(name))
-            metrics[f"guards/{name}"] = float(count >= needed)
+            metrics[f"warnings/{name}"] = float(count >= needed)
             if count == needed:
                 alarm(name, f"step {step}: guard {name}: {conditions[name]}")
             if count >= needed and action == "stop":

@@ -103,7 +103,7 @@ class StepChecks:
     def verify(self, metrics: dict[str, float], step: int) -> None:
         """Warn of a failing policy and of engines with other weights, or raise an error before they train.
 
-        Adds `rollout/logprob_gap_alarm` and `guards/*` to `metrics`. Raises WeightSyncError or GateFailed.
+        Adds `rollout/logprob_gap_alarm` and `warnings/*` to `metrics`. Raises WeightSyncError or GateFailed.
         """
         self._check_gap(metrics, step)
         self._check_text(metrics, step)
@@ -127,7 +127,7 @@ class StepChecks:
         if metrics.get("rollout/staleness", 0.0) > 0:
             return  # The trainer has other weights than the engines had; see `ppo.watching.step_checks`.
         far = self.compare(metrics["rollout/logprob_gap_mean"], step)
-        metrics["rollout/logprob_gap_alarm"] = metrics["guards/engine_gap"] = float(far)
+        metrics["rollout/logprob_gap_alarm"] = metrics["warnings/engine_gap"] = float(far)
 
     def compare(self, gap: float, step: int) -> bool:
         """Return whether engines and trainer, which have the same version, differ by so much that it is
@@ -163,15 +163,17 @@ class StepChecks:
                 f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise"
                 f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self.best_hint()}"
             )
-        metrics["guards/empty"] = float(empty >= 0.2)
+        metrics["warnings/empty"] = float(empty >= 0.2)
         if empty >= 0.2:
             alarm("empty", f"step {step}: {100 * empty:.0f} % of the responses are empty")
 
     def _check_scores(self, metrics: dict[str, float], step: int) -> None:
+        if self._ppo.teacher is not None and not any(source.weight for source in self._ppo.rewards):
+            return  # the policy learns from the KL alone
         # Other algorithms learn from differences between prompts as well.
         groups = metrics.get("rollout/zero_variance_groups", 0.0) if self._ppo.by_group else 0.0
         uniform = groups >= 0.9 or metrics["objective/scores_std"] == 0.0
-        metrics["guards/uniform_scores"] = float(uniform)
+        metrics["warnings/uniform_scores"] = float(uniform)
         if uniform and not self._uniform:
             problem = "nearly all scores that are compared with each other are equal"
             fix = "check the reward, or raise ppo.samples_per_prompt or ppo.temperature"

@@ -26,6 +26,7 @@ TESTED_BY = {
     "benchmarks/data_scale": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/driver_scale": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/growth": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/inspect_record": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/law_differences": "integration/test_deepspeed_laws.py",
     "benchmarks/learning_curves": "unit/benchmarks/test_programs_of_runs.py",
     "benchmarks/learning_trl": "unit/benchmarks/test_learning_with_trl.py",

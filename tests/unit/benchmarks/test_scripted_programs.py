@@ -2,6 +2,7 @@
 
 - they end with tables that have a row for each case
 - the controller's time is measured for each number of ranks, in a process of its own
+- the pages of a record are measured while its texts are decoded and after that
 - the cost of data is measured for each part
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import architectures, data_scale, driver_scale, growth, promotion
+from tests.benchmarks import architectures, data_scale, driver_scale, growth, inspect_record, promotion
 
 
 def cells(text: str) -> list[list[str]]:
@@ -92,6 +93,15 @@ def test_growth_ends_with_its_two_tables(
     ]  # fmt: skip
     assert all(0 < float(row[3]) <= 1 and 0 < float(row[5]) <= 1 for row in rows[:4])
     assert all(row[2].endswith("(1.00)") for row in rows[4:])
+
+
+def test_the_pages_of_a_record_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_record.main(["--responses", "40", "--per-step", "4"])
+    shown = capsys.readouterr().out
+    assert "40 responses" in shown and "peak memory of the server" in shown
+    rows = [row for row in cells(shown) if row[0] in inspect_record.PAGES]
+    assert [row[0] for row in rows] == list(inspect_record.PAGES)
+    assert all(float(cell.removesuffix(" s")) >= 0 for row in rows for cell in row[1:])
 
 
 def test_promotion_ends_with_its_eight_tables(capsys: pytest.CaptureFixture[str]) -> None:

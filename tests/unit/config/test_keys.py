@@ -143,6 +143,7 @@ EVERYTHING = {
         "overlong": {"buffer": 1},
         "dynamic_filtering": {},
         "ptx": {"coef": 1.0},
+        "teacher": {"path": "teacher"},
         "advantages": {"type": "python", "function": "a:b"},
         "rewards": [
             {"type": "model"},
@@ -186,6 +187,7 @@ IN_NO_KEY = {
     *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "api_key_env",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.advantages.file",
+    "ppo.teacher.path", "ppo.teacher.revision",
     "ppo.checkpoint_every", "ppo.enabled", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
@@ -196,6 +198,8 @@ IN_NO_KEY = {
     "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",
    
     "ppo.rewards.python.file", "ppo.rewards.python.retries", "ppo.rewards.python.timeout",
+    *(f"ppo.rewards.{kind}.{name}" for kind in ("python", "remote", "language_model")
+        for name in ("pure", "smoke")),
     "ppo.rewards.remote.backoff", "ppo.rewards.remote.breaker_failures",
     "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency",
     "ppo.rewards.remote.items_per_request",

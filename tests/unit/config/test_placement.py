@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.placement import plan
+from rlhf_core.config.placement import Group, plan
 from rlhf_core.errors import ConfigError
 
 PPO = {
@@ -53,6 +53,14 @@ def test_colocation_decides_which_roles_share_a_group(colocate: str, groups: dic
 def test_absent_model_has_no_process(settings: dict[str, Any], groups: list[str]) -> None:
     config = config_from_tree({"ppo": {**PPO, "colocate": "none", **settings}}, "test")
     assert [group.name for group in plan(config.ppo).groups] == groups
+
+
+def test_a_teacher_is_not_the_policy_without_its_adapter() -> None:
+    adapted = []
+    for settings in ({}, {"teacher": {"path": "./teacher"}}):
+        ppo = config_from_tree({"ppo": {**PPO, "lora": {}, **settings}}, "test").ppo
+        adapted.append(Group(("policy", "reference"), 1).adapted_from("reference", ppo))
+    assert adapted == ["policy", None]
 
 
 def test_only_existing_models_must_have_the_ranks_of_the_policy() -> None:

@@ -289,10 +289,12 @@ def test_the_card_has_the_sizes_of_groups_and_warns_of_large_ones(
     assert max(found["train"]["largest"], found["eval"]["largest"]) == 6
     held = json.loads((tmp_path / "out" / "data_card.json").read_text())["groups"]["prompts"]["eval"]
     assert held == found["eval"]
-    messages = [record.getMessage() for record in caplog.records if "are one group" in record.getMessage()]
-    assert [message.split(" (")[0] for message in messages] == [
-        f"data.{name}: 6 of 40 prompts are one group" for name in ("sft", "preference", "prompts")
+    messages = [message for message in caplog.messages if "have the same first user" in message]
+    assert [message.split(", and stay")[0] for message in messages] == [
+        f"data.{name}: 6 of 40 prompts have the same first user message or `group`"
+        for name in ("sft", "preference", "prompts")
     ]
+    assert all("data.eval_fraction=0.14. If they are not related" in message for message in messages)
 
 
 def test_the_effective_number_of_prompts_is_that_of_the_mean_of_groups() -> None:

@@ -140,13 +140,16 @@ def test_what_is_read_is_pinned_to_the_commits_that_the_digests_name(fresh: Path
         ref.write_text(COMMIT)
     sources = {"sft": [{"path": "org/it"}, {"path": "synthetic"}]}
     judge = {"judge": {"path": "org/it"}}
-    tree = {"model": {"path": "org/it"}, "data": sources, "reward": judge}
+    teacher = {"teacher": {"path": "org/it"}}
+    tree = {"model": {"path": "org/it"}, "data": sources, "reward": judge, "ppo": teacher}
     config = pinned(config_from_tree(tree, "test"))
     assert [source.revision for source in config.data.sft] == [COMMIT, None]
     assert config.model.revision == COMMIT
     assert config.reward.judge is not None and config.reward.judge.revision == COMMIT
+    assert config.ppo.teacher is not None and config.ppo.teacher.revision == COMMIT
     digests = external_digests(config)
     assert digests["model"] == digests["reward.judge.path"] == f"hub:org/it@{COMMIT}"
+    assert digests["ppo.teacher.path"] == external_marks(config)["ppo.teacher.path"] == digests["model"]
     assert external_marks(config)["reward.judge.path"] == f"hub:org/it@{COMMIT}"
 
 

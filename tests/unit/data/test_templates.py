@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.data import templates
 from rlhf_core.data.messages import Message
+from rlhf_core.data.rendering import render
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ModelError
@@ -107,7 +108,6 @@ def test_a_pair_and_its_prompt_are_rendered_three_times(
     marks: bool, make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered = []
-    render = templates.render
 
     def counting(tokenizer: Any, messages: list[dict[str, Any]], *args: Any) -> Any:
         rendered.append([each["content"] for each in messages])

@@ -22,6 +22,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_key
+from rlhf_core.config.record import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import train_tokenizer
@@ -31,10 +32,12 @@ from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.evaluation.summary import Intervals, interval_metrics
 from rlhf_core.pipeline import STAGES
 from rlhf_core.preflight import check
+from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.testing import stage_context
 from rlhf_core.types import PromptExample, RewardInput, SFTExample, StageContext
 
+RECORD = AnswerRecord("evaluation", RecordConfig(level="none"), int)
 ROWS = [{"prompt": f"What is {i} plus {i}?", "answer": str(2 * i)} for i in range(40)]
 
 
@@ -83,7 +86,7 @@ def test_a_set_falls_if_the_lower_bound_reaches_the_margin(
 ) -> None:
     config = config_of(tmp_path / "sums.jsonl", margin=margin)
     responses = {"sft": {"sums": answers(30)}, "ppo": {"sums": answers(ours)}}
-    found = compare_on_sets(config, responses, "sft", {}, Intervals(config))
+    found = compare_on_sets(config, responses, "sft", {}, Intervals(config), RECORD)
     assert found["sums"]["sft"]["mean"] == 0.75 and found["sums"]["ppo"]["mean"] == ours / 40
     difference = found["sums"]["difference"]["ppo"]
     assert difference["mean"] == pytest.approx((ours - 30) / 40)
@@ -112,7 +115,10 @@ def test_a_set_that_is_too_small_for_its_margin_is_a_warning(
         assert warnings[0].startswith("evaluate.regression.0.margin: 0.1 needs about 37 prompts, but ")
         assert f"sums.jsonl has {count}: a policy" in warnings[0]
     responses = {name: {"sums": answers(30, ROWS[:count])} for name in ("sft", "ppo")}
-    assert compare_on_sets(config, responses, "sft", {}, Intervals(config))["sums"]["too_few"] is is_small
+    assert (
+        compare_on_sets(config, responses, "sft", {}, Intervals(config), RECORD)["sums"]["too_few"]
+        is is_small
+    )
     assert ("36 prompts are too few for its margin of 0.1" in caplog.text) is is_small
     shares = config_of(tmp_path / "sums.jsonl", reward={"type": "relevance"})
     assert not small_sets(shares), "a loss can be smaller than a whole answer"
@@ -121,9 +127,9 @@ def test_a_set_that_is_too_small_for_its_margin_is_a_warning(
 def test_the_policy_of_dpo_has_a_column_and_a_difference_of_its_own(tmp_path: Path) -> None:
     config = config_of(tmp_path / "sums.jsonl", margin=0.1)
     responses = {"sft": {"sums": answers(30)}, "ppo": {"sums": answers(36)}}
-    two = compare_on_sets(config, responses, "sft", {}, Intervals(config))["sums"]
+    two = compare_on_sets(config, responses, "sft", {}, Intervals(config), RECORD)["sums"]
     three = compare_on_sets(
-        config, {**responses, "dpo": {"sums": answers(24)}}, "sft", {}, Intervals(config)
+        config, {**responses, "dpo": {"sums": answers(24)}}, "sft", {}, Intervals(config), RECORD
     )["sums"]
     own, difference = two.pop("difference"), three["difference"]
     assert {name: three[name] for name in two} == two, "the results of PPO's policy do not change"

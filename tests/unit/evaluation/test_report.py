@@ -1,13 +1,16 @@
 """Report and plots.
 
 - the report needs no other file or host, and untrusted text never becomes markup
+- on a phone, a wide table scrolls in its own box
 - its numbers are those of the evaluation, and its verdict follows from the interval
 - plots show the recorded step metrics, also with missing values and single steps, and give the same bytes
   every time
 """
 
+import html
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -415,11 +418,6 @@ def test_an_image_has_the_colours_of_the_page_in_light_and_dark_and_no_address()
     assert plots.to_image(plots.reward_against_kl(history(5))).svg == found
 
 
-def test_guards_that_were_raised_have_their_steps() -> None:
-    rows = [{"step": s, "guards/loops": float(s > 2), "guards/eos_loss": 0.0} for s in (1, 2, 3, 4)]
-    assert plots.raised_guards(StepMetrics(rows)) == {"loops": [3, 4]}
-
-
 def test_what_is_decided_after_the_report_takes_its_place_once_as_text() -> None:
     page = render(report(samples=[sample("decided after this page")]))
     found = with_outcome(page, [("promotion", "demo version 1: champion"), ("reason", HOSTILE[0] + "\x1b")])
@@ -525,3 +523,32 @@ def test_selected_answers_are_the_worst_and_the_most_changed_ones() -> None:
     }
     unscored = {model: [Answer(answer.sample) for answer in of_model] for model, of_model in answers.items()}
     assert notable_rows(unscored, {}, "ppo", 2) == {}
+
+
+PHONE = """<iframe id="page" width="390" height="800" srcdoc="PAGE"></iframe>
+<script>
+document.getElementById("page").onload = event => {
+  const page = event.target.contentDocument;
+  page.querySelectorAll("details").forEach(each => each.open = true);
+  const wide = [...page.querySelectorAll("section")].filter(each => each.scrollWidth > each.clientWidth);
+  const tables = [...page.querySelectorAll("table")];
+  const scrolled = tables.filter(each => each.scrollWidth > each.clientWidth);
+  const numbers = scrolled.map(each => tables.indexOf(each));
+  document.body.append(`sections ${wide.map(each => each.id)}, tables ${numbers}`);
+};
+</script>"""
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_no_column_of_a_table_is_cut_off_on_a_phone(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    wide = "| " + " | ".join(f"a{number}" * 9 for number in range(9)) + " |\n"
+    page = render(report(data_card=f"# Data\n\n{wide}{'|---' * 9}|\n{wide}"))
+    (tmp_path / "phone.html").write_text(PHONE.replace("PAGE", html.escape(page)), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    line = [CHROMIUM, *options, f"--user-data-dir={tmp_path / 'profile'}", str(tmp_path / "phone.html")]
+    shown = subprocess.run(line, capture_output=True, text=True, timeout=90, check=True).stdout
+    assert re.findall(r"sections (.*), tables (.*)</body>", shown) == [("", "3")], (
+        "the last one scrolls alone"
+    )

@@ -110,6 +110,8 @@ def test_drift_warns_and_stops_with_a_page(
     assert report is not None
     champion = f"{run.config.registered_model} version 1"
     assert f"drift from the data of {champion}: lengths 0." in caplog.text
+    said = run.remarks[f"drift from {champion}"]
+    assert "above drift.warn.lengths=0.001" in said and "above drift.stop.vocabulary=0.3" in said
     assert "drift.stop.agreement has no effect" in caplog.text
     page = (run.folder / "drift.md").read_text()
     assert page.startswith("# Data drift: stop") and "no reward model of the champion" in page

@@ -16,7 +16,7 @@ from rlhf_core.config.consistency import check_consistency
 from rlhf_core.config.load import load_config
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, DataError
-from rlhf_core.ops.init import Given, configuration, rates_of
+from rlhf_core.ops.init import PAIRS_OF_TWO, Given, configuration, rates_of
 from tests.support.model_folder import model_folder
 
 
@@ -65,6 +65,18 @@ def test_each_file_is_read_as_what_it_was_given_for(tmp_path: Path, base: str) -
     assert found == [str(tmp_path / "texts.jsonl"), str(tmp_path / "pairs.jsonl"), "s3://b/prompts.jsonl"]
 
 
+def test_a_judge_is_trained_with_half_of_the_pairs_where_these_are_enough(tmp_path: Path, base: str) -> None:
+    row: dict[str, object] = {"prompt": "Hi", "chosen": "Hello.", "rejected": "No."}
+    for count, expected in ((PAIRS_OF_TWO - 1, False), (PAIRS_OF_TWO, True)):
+        write(tmp_path, "pairs.jsonl", *[row] * count)
+        config = loaded(tmp_path, Given(base, "ppo", pairs="pairs.jsonl"))
+        assert (config.reward.judge is not None) == expected
+    assert "# Half of the 4,000 pairs train a second reward model" in configuration(
+        Given(base, "ppo", pairs="pairs.jsonl"), "my"
+    )
+    assert loaded(tmp_path, Given(base, "dpo", pairs="pairs.jsonl")).reward.judge is None
+
+
 def test_prompts_with_answers_are_rewarded_by_them(tmp_path: Path, base: str) -> None:
     config = loaded(tmp_path, Given(base, "grpo", "texts.jsonl", prompts="answers.jsonl"))
     assert config.ppo.algorithm == "grpo"
@@ -96,6 +108,14 @@ def test_a_path_with_signs_of_yaml_is_quoted(tmp_path: Path, base: str) -> None:
     (tmp_path / "pairs.jsonl").rename("d,1/a b: c.jsonl")
     config = loaded(tmp_path, Given(base, "ppo", pairs="d,1/a b: c.jsonl"))
     assert config.data.preference[0].path.endswith("d,1/a b: c.jsonl")
+
+
+def test_a_name_that_is_a_date_or_a_number_is_a_text(base: str) -> None:
+    for name in ("2026-11-29", "1", "my"):
+        assert (
+            yaml.safe_load(configuration(Given(base, "ppo", pairs="pairs.jsonl"), name))["run"]["name"]
+            == name
+        )
 
 
 def test_learning_rates_follow_the_size_of_the_model(tmp_path: Path, base: str) -> None:

@@ -3,6 +3,8 @@
 - a set of which all rows were read has the counts of the stage `data`; of a larger one, the share of its
   first rows that is kept is that of all
 - the judge trains on its own part of the pairs, an ensemble several times on all
+- a run takes from the time of rows of median length to that of full length, and in both cases also its
+  evaluations and the starts of its processes
 - what the stage `data` would end with ends the plan
 """
 
@@ -108,6 +110,28 @@ def test_the_judge_trains_on_its_part_of_the_pairs_and_an_ensemble_several_times
     assert work["reward"].steps == 3 * -(-work["reward"].rows // 8)
     halved = stage_work(plan.config, plan.table, dict.fromkeys(plan.steps, 0.5))
     assert halved[0].seconds == halved[0].steps / 2
+
+
+def test_the_time_of_a_run_has_its_starts_and_evaluations_and_a_range_by_length(tmp_path: Path) -> None:
+    ppo = {"steps": 7, "prompts_per_step": 8, "evaluate_every": 2, "evaluate_prompts": 16}
+    sections = {"ppo": ppo, "data": {"max_response_tokens": 150}, "evaluate": {"prompts": 16}}
+    path = config_of(tmp_path)
+    tree = yaml.safe_load(Path(path).read_text())
+    tree["data"] |= sections.pop("data")
+    Path(path).write_text(yaml.safe_dump(tree | sections))
+    plan = make_plan(path, rows=1000)
+    least, most = plan.whole
+    assert 16 + plan.evaluations < least < most
+    for work in plan.work:
+        assert 0 < work.at_median < work.seconds / 2, "rows are much shorter than the limits"
+    assert most == pytest.approx(sum(work.seconds for work in plan.work) + plan.evaluations + 80)
+
+    # One evaluation before the training, four within it, and two models after it: seven times 16 responses.
+    without = make_plan(path, ["ppo.evaluate_every=0"], rows=1000)
+    assert plan.evaluations == pytest.approx(without.evaluations / 2 * 7, rel=0.25)
+    alone = make_plan(path, ["ppo.enabled=false", "dpo.enabled=true", "register.policy=dpo"], rows=1000)
+    assert list(plan.starts) == [16, 80], "six stages, and the ranks and engines of PPO"
+    assert list(alone.starts) == [6, 30], "DPO starts no others"
 
 
 def test_what_ends_the_stage_data_ends_the_plan(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_the_stage_is_made_again_during_the_deletion(store: ScriptedStore, runs:
     store.before("delete", lambda: runs.publish("old", "sft"), call=call)
     remove(store, artifact, observed, HOME)
     again, _ = the_artifact(store)
-    assert again.folders == ("000003",) and again.digest == first.digest
+    assert again.folders[0] == "000003" and again.digest == first.digest
     assert runs.present() == {SFT}
 
 

@@ -167,7 +167,7 @@ def test_guard_settings_do_not_change_the_artifact(tmp_path: Path) -> None:
         written.append((context.output / "metrics.jsonl").read_bytes())
     assert set(written) == {written[0]}
     assert len({tuple(sorted(found.items())) for _, found in metrics.rows}) == len(settings)
-    assert all("guards/empty" in found for _, found in metrics.rows)
+    assert all("warnings/empty" in found for _, found in metrics.rows)
 
 
 def test_a_restart_does_not_reset_the_counters(tmp_path: Path) -> None:

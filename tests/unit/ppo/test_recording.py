@@ -40,7 +40,7 @@ from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, Scripted
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample
 
-PROMPTS = [PromptExample(f"p{i}", f"question {i}", (1, i), {}) for i in range(10)]
+PROMPTS = [PromptExample(f"p{i}", f"question {i}", (1, i), {}, "ab"[i % 2]) for i in range(10)]
 STEPS = 5
 PPO: dict[str, Any] = {
     "prompts_per_step": 4, "minibatches": 2, "steps": STEPS, "checkpoint_every": 2, "evaluate_every": 0,
@@ -194,6 +194,7 @@ def test_a_row_has_what_was_said_of_its_response(tmp_path: Path) -> None:
         response, version = row["response_ids"], row["step"] - 1
         assert row["prompt_id"] == f"p{row['prompt_ids'][1]}" and row["group"] == row["index"]
         prompt = PROMPTS[row["prompt_ids"][1]]
+        assert row["source"] == prompt.source
         reply = respond(Request(prompt, 0, row["seed"], 1.0, 64, Path(), None))
         assert (tuple(response), row["finished"]) == (tuple(reply.token_ids), reply.finished)
         assert (row["policy_version"], row["excluded"], row["ensemble_std"]) == (version, None, None)

@@ -24,7 +24,7 @@ from rlhf_core.config.record import RecordConfig, RecordLevel
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.record import reader
 from rlhf_core.record.reader import RECORD, read_rollouts
-from rlhf_core.record.schema import COLUMNS, REWARD_COLUMNS, schema_of
+from rlhf_core.record.schema import ANSWER_COLUMNS, COLUMNS, REWARD_COLUMNS, schema_of
 from rlhf_core.record.writer import RecordWriter
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_the_documentation_has_every_column() -> None:
     expected = [
         f"| `{column.name}` | {column.type} | `{column.level}` | {column.meaning} |"
-        for column in (*COLUMNS, *REWARD_COLUMNS)
+        for column in (*COLUMNS, *REWARD_COLUMNS, *ANSWER_COLUMNS)
     ]
     lines = [line.replace("element: ", "") for line in expected]
     assert [
@@ -166,7 +166,7 @@ def test_the_documentation_has_every_column() -> None:
 def test_the_examples_run(tmp_path: Path) -> None:
     found = doctest.testmod(reader)
     assert found.attempted > 0 and found.failed == 0
-    [example] = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    example, _ = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text(), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"folder": recorded(tmp_path, 9, 10, 20)}
     exec(compile(example, "record.md", "exec"), names)
     assert [row["step"] for row in names["best"]] == [20, 20, 10, 10]

@@ -6,6 +6,8 @@
 - a masked response has no score, affects no other response, and is counted
 - only scores of the reward model are clipped, and the clipped share is reported
 - a source of weight 0 is measured and affects nothing, even if it fails
+- a function that needs the group gets all responses to a prompt in one call
+- responses with known values are checked before all others
 - the metrics of a source cover the values that it has
 """
 
@@ -16,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward, PythonReward
-from rlhf_core.errors import InputError, RewardError
+from rlhf_core.config.rewards import KeywordsReward, LengthReward, ModelReward, PythonReward, SmokeRow
+from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, clipped_share, code_digests, normalize
 from rlhf_core.types import RewardInput
 
@@ -142,6 +144,50 @@ def test_source_of_weight_zero_cannot_fail_the_run(tmp_path: Path) -> None:
     with RewardComposer((SHORT,)) as composer:
         assert scored.total == composer.score(batch("a", "bad"), None).total
     assert math.isnan(scored.by_source["python"][1])
+
+
+def test_a_function_that_needs_the_group_gets_all_responses_to_a_prompt_in_one_call(tmp_path: Path) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(
+        "def f(samples):\n"
+        "    if any(s.response == 'bad' for s in samples):\n        raise ValueError('bad')\n"
+        "    return [max(len(s.response) for s in samples) - len(s.response) for s in samples]\n"
+    )
+    source = PythonReward(
+        type="python", function="r:f", file=str(file), retries=0, needs_group=True, on_error="mask"
+    )
+    samples = [
+        RewardInput(prompt, "", response, (1,), (2,), True)
+        for prompt, response in (("p", "a"), ("q", "bad"), ("p", "abc"), ("q", "abc"), ("r", "ab"))
+    ]
+    with RewardComposer((source,)) as composer:
+        found = composer.score(samples, None).total
+    assert [found[i] for i in (0, 2, 4)] == [2.0, 0.0, 0.0]
+    # A part of the group of q would get other values, so none is looked for.
+    assert math.isnan(found[1]) and math.isnan(found[3])
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"score": 2}, None),
+        ({"min": 1, "max": 2.5}, None),
+        ({"score": 3}, r"reward python: smoke\.1, the response 'a b', must get score 3; got 2; correct"),
+        ({"min": 2.5}, "must get min 2.5; got 2"),
+        ({"max": 1, "min": 0}, "must get min 0 and max 1; got 2"),
+        ({"score": 0, "response": "bad"}, r"must get score 0; got nan \(it returned nan, but"),
+    ],
+)
+def test_a_response_with_a_known_value_is_checked_before_all_others(
+    tmp_path: Path, row: dict[str, Any], problem: str | None
+) -> None:
+    rows = [{"prompt": "p", "response": "a", "score": 1}, {"prompt": "p", "response": "a b", **row}]
+    source = python(tmp_path, smoke=tuple(SmokeRow.model_validate(each) for each in rows))
+    if problem is None:
+        RewardComposer((source,)).close()
+        return
+    with pytest.raises(ConfigError, match=problem):
+        RewardComposer((source,))
 
 
 def test_the_metrics_of_a_source_are_over_the_values_it_has() -> None:

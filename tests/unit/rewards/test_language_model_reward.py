@@ -73,6 +73,13 @@ def test_an_interrupted_batch_asks_nothing_twice(tmp_path: Path) -> None:
         assert score(server, "1", replies=tmp_path, model="n").total == [8 / 9]
 
 
+def test_the_replies_of_a_model_that_is_not_pure_are_not_kept(tmp_path: Path) -> None:
+    with ChatServer(answer) as server:
+        for number in (1, 2):
+            score(server, "1", replies=tmp_path, pure=False)
+            assert len(server.requests) == number
+
+
 @pytest.mark.parametrize("bad", ["Well.", "", "11", "0", "7.5"])
 def test_an_unusable_reply_fails_its_response_only(bad: str, tmp_path: Path) -> None:
     with ChatServer(lambda q: bad if "odd" in q else answer(q)) as server:

@@ -6,6 +6,7 @@
 - on a cluster, the bytes of the stage's checkpoints are known before its ranks are placed; those of a judge
   only if the config.json of its own base model can be read
 - the stage knows the later stages of its run, for which the handshake compares the memory of the GPUs
+- the MLflow run names the artifact, and the command that reads its record if it has one
 - the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
   wrote or start from the beginning where all are damaged
 """
@@ -28,6 +29,7 @@ from rlhf_core.pipeline import StageName
 from rlhf_core.planning.checkpoints import checkpoint_bytes
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.store import Store
+from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.support.attempts import attempt_with
 from tests.support.claims import claim
@@ -105,6 +107,23 @@ def test_artifact_that_exists_by_now_is_reused(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path)
     made = attempt(lambda _context: None)
     assert attempt(lambda _context: pytest.fail("the stage ran again")) == made
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_the_tracker_names_the_command_that_reads_the_record(tmp_path: Path, records: bool) -> None:
+    def stage(_config: PipelineConfig, context: StageContext) -> StageResult:
+        (context.output / ("record" if records else "other")).mkdir()
+        (context.output / "numbers.json").write_text("{}")
+        return StageResult({})
+
+    attempt = Attempt(tmp_path / "a home")
+    key = f"{records:d}" * 16
+    ref = attempt_with(stage, StageSpec("ppo", key, attempt.config, pipeline_key="1" * 64))
+    assert ref.mlflow_run_id is not None
+    tags = open_tracking(attempt.config).mlflow.tags(ref.mlflow_run_id)
+    assert tags["rlhf.artifact"] == ref.uri
+    command = f"rlhf inspect rlhf-seed0-11111111 --home '{tmp_path}/a home'"
+    assert tags.get("rlhf.record") == (command if records else None)
 
 
 def test_the_claim_names_what_the_stage_reads(tmp_path: Path) -> None:

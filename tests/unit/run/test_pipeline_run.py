@@ -37,6 +37,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError, StageFailed, StageHeld, StoreUnavailable
+from rlhf_core.evaluation.report import _PENDING
 from rlhf_core.executors.follow import JobFollower
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.ops.parameters import overrides_of
@@ -467,11 +468,12 @@ def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
     def after(until: StageName = "evaluate") -> tuple[str, dict[str, float], list[str]]:
         """Return description, metrics and files of the run in MLflow after a command."""
         report = tmp_path / "report.html"
-        report.write_text("<html>")
+        report.write_text(f"<html>{_PENDING}")
         with open_run(checked, "data", until) as run:
             for stage in stages_between("data", until):
                 run.records[stage] = StageRecord(ref(stage, accuracy=0.75), 1.0, reused=True)
             monkeypatch.setattr(run.artifacts, "fetch", lambda _: tmp_path)
+            run.remarks["drift from demo version 1"] = "lengths 0.3"
         assert run.parent_run_id is not None
         client = MlflowClient(run.tracking.uri)
         files = [file.path for file in client.list_artifacts(run.parent_run_id)]
@@ -484,6 +486,8 @@ def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
     assert set(metrics) == {"hours"} and "Reused:" not in text
     text, metrics, files = after()
     assert metrics["reward_accuracy"] == 0.75 and "report.html" in files
+    [page] = tmp_path.glob("runs/*/report.html")
+    assert "<span>drift from demo version 1 <b>lengths 0.3</b></span>" in page.read_text()
     assert "Reused:" not in text
     again, kept, _ = after("data")
     assert again.startswith(f"{text}\n\n**Reused:** last on ") and kept == metrics
@@ -558,6 +562,20 @@ def test_rerun_removes_outdated_warning_tags(tmp_path: Path, database: Path) -> 
     again.tags = first.tags
     again.ensure_parent()
     assert _warnings_of(again) == {"rlhf.guard.loops", "rlhf.warnings"}
+
+
+def test_the_report_has_the_guards_of_ppo_that_were_raised_in_this_run(
+    tmp_path: Path, database: Path
+) -> None:
+    run = PipelineRun(checked_in(tmp_path, database).config, "demo.yaml")
+    assert run.remarks == {}, "PPO may be reused, and its guards are those of another run"
+    run.record_start("ppo", tmp_path / "log")
+    assert run.remarks == {"guards raised": "none"}
+    run.tag_message("guard.eos_loss", "step 44: guard eos_loss: 0.0% of the responses end with EOS")
+    run.tag_message("advice.sync", "advice, step 4: 30 %")
+    run.record_start("ppo", tmp_path / "log")  # the second try of the same run
+    run.tag_message("guard.loops", "step 45: guard loops: 98%")
+    assert run.remarks == {"guards raised": "eos_loss (step 44), loops (step 45)"}
 
 
 def _warnings_of(run: PipelineRun) -> set[str]:

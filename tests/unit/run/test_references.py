@@ -123,6 +123,16 @@ def test_the_judge_can_start_from_a_champion(home: Path, champions: list[str]) -
     assert digests[0] != digests[1]
 
 
+def test_a_champion_can_be_the_teacher(home: Path, champions: list[str]) -> None:
+    found = resolve(config_of(home, ppo={"teacher": {"path": f"champion:{MODEL}"}}))
+    teacher = found.config.ppo.teacher
+    assert teacher is not None and weights_sha256(Path(teacher.path)) == champions[1]
+    assert found.pins == [f'ppo.teacher.path="registry://{MODEL}/2"']
+    other = resolve(config_of(home, ppo={"teacher": {"path": f"registry://{MODEL}/1"}})).config
+    digests = [external_digests(config)["ppo.teacher.path"] for config in (found.config, other)]
+    assert digests[0] != digests[1], "the weights are a part of the key"
+
+
 def test_policy_and_judge_can_start_from_two_versions(home: Path, champions: list[str]) -> None:
     judge = {"judge": {"path": f"registry://{MODEL}/1"}}
     found = resolve(config_of(home, model={"path": f"champion:{MODEL}"}, reward=judge))

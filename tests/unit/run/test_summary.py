@@ -3,6 +3,7 @@
 - the summary has the documented fields, and nothing that was not measured
 - the table of results has the promotion with its reason, the judge, and DPO next to PPO
 - implicit rewards of DPO that both fall are named
+- a stage has one time, and a second one only with its name
 - durations are readable, and cells of Markdown are escaped
 """
 
@@ -116,6 +117,8 @@ def test_one_line_has_the_win_rate_the_kl_and_the_promotion(champion: str, end: 
     assert f"\n\n**{line}**\n" in run_markdown(summary)
     summary["evaluate"]["policies"]["ppo"]["judge_trained_on"] = True
     assert verdict(summary) == f"{line}, judged by the reward of its training"
+    summary["evaluate"]["policies"]["dpo"] = summary["evaluate"]["policies"]["ppo"]
+    assert verdict(summary | {"policy": "dpo"}) == f"{line}, judged by the pairs of its training"
     assert verdict(summarize(records("data"), 1.0, IDENTITY)) == ""
 
 
@@ -148,6 +151,8 @@ def test_the_main_metrics_of_a_run_are_about_ten() -> None:
     assert outcome({"stages": {}}) == [("promotion", "not registered in this run")]
     shown = dict(outcome(finished("False")))
     assert "not promoted" in shown["promotion"] and shown["all stages"].endswith((" s", " min"))
+    assert shown["reward model, held-out accuracy"] == "0.900  [0.850, 0.940]"
+    assert shown["the same, prompts exchanged"] == "0.600"
 
 
 @pytest.mark.parametrize(("champion", "outcome"), [("False", "not promoted"), ("True", "champion")])
@@ -226,10 +231,15 @@ def test_result_table_has_dpo_next_to_ppo() -> None:
     ],
 )
 def test_implicit_rewards_of_dpo_that_both_fall_are_named(chosen: float, rejected: float, shown: str) -> None:
-    metrics = {"accuracy": 0.7, "rewards/chosen": chosen, "rewards/rejected": rejected}
+    metrics = {"accuracy": 0.7, "margin": 1.5, "rewards/chosen": chosen, "rewards/rejected": rejected}
     summary = summarize({"dpo": StageRecord(ref("dpo", **metrics), 1.0, False)}, 1.0, IDENTITY)
-    assert summary["dpo"] == {"chosen": chosen, "rejected": rejected}
-    assert results(summary) == [("DPO, implicit reward of chosen, of rejected", shown)]
+    assert summary["dpo"] == {"chosen": chosen, "rejected": rejected, "accuracy": 0.7, "margin": 1.5}
+    assert results(summary) == [
+        ("DPO, held-out accuracy, margin", "0.700, 1.500"),
+        ("DPO, implicit reward of chosen, of rejected", shown),
+    ]
+    metrics = headline_metrics(summary)
+    assert (metrics["dpo_accuracy"], metrics["dpo_margin"]) == (0.7, 1.5)
 
 
 def test_partial_summary_omits_other_stages() -> None:
@@ -261,8 +271,25 @@ def test_markdown_shows_every_stage_and_escapes_cells() -> None:
     assert "| loss\\|x | 1 |" in stage_markdown("sft", made["sft"], {"MLflow": "http://m"})
     text = run_markdown(summarize(made, 100.0, IDENTITY))
     assert all(f"| {stage} |" in text for stage in STAGES)
-    assert "| data | 2.5 s | reused |" in text
+    assert "| data | 2.5 s | reused |" in text, "its artifact does not say how long it took"
     assert r"win rate, PPO over SFT | 0.800 \[0.700, 0.900\]" in text
+
+
+@pytest.mark.parametrize(
+    ("continued", "reused", "made", "shown"),
+    [
+        (False, False, "99.0", "24.2 s"),
+        (True, False, "13.5", "24.2 s"),
+        (True, False, "61.0", "24.2 s of 61.0 s"),
+        (False, True, "13.5", "made in 13.5 s"),
+    ],
+)
+def test_a_stage_has_the_time_of_its_last_line_and_a_second_one_is_named(
+    continued: bool, reused: bool, made: str, shown: str
+) -> None:
+    artifact = replace(ref("sft"), attributes={"seconds": made})
+    stages: dict[StageName, StageRecord] = {"sft": StageRecord(artifact, 24.2, reused, continued)}
+    assert f"| sft | {shown} |" in run_markdown(summarize(stages, 30.0, IDENTITY))
 
 
 def test_run_without_new_artifacts_is_reported_as_reused() -> None:

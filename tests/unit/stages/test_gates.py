@@ -79,6 +79,18 @@ def test_a_reward_model_below_the_limit_fails_its_stage(tmp_path: Path) -> None:
         reward.finish(config, context, "reward", accuracy(0.59))
 
 
+@pytest.mark.parametrize(("exchanged", "doubted"), [(0.74, False), (0.75, True), (0.83, True)])
+def test_an_accuracy_that_exchanged_prompts_leave_as_it_is_is_a_warning(
+    exchanged: float, doubted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    config = config_from_tree({"run": {"device": "cpu"}}, "test")
+    context = stage_context(tmp_path, inputs={"data": tmp_path, "sft": tmp_path})
+    reward.finish(config, context, "reward", accuracy(0.8, low=0.75) | {"accuracy_exchanged": exchanged})
+    text = "the pairs do not show that the model reads the prompt"
+    assert [text in message for message in caplog.messages] == [True] * doubted
+
+
 def reused(config: PipelineConfig, made: ArtifactRef) -> None:
     """Reuse an artifact in a run with this configuration."""
     run: Any = SimpleNamespace(

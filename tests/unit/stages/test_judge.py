@@ -21,12 +21,13 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import is_enabled, stage_inputs
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import JudgeConfig
-from rlhf_core.data.check import check_base_of_judge
+from rlhf_core.data.check import check_further_model
 from rlhf_core.data.tokenizer import train_tokenizer
-from rlhf_core.errors import ConfigError, DataError, GateFailed, ModelError
+from rlhf_core.errors import ConfigError, DataError, Finding, GateFailed, ModelError
 from rlhf_core.evaluation import scoring
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.shape import tiny_shape
@@ -224,11 +225,15 @@ def test_the_judge_can_start_from_another_model_with_the_same_tokens(tmp_path: P
 
 
 def test_a_base_model_of_the_judge_that_cannot_be_used_is_found_before_the_start(tmp_path: Path) -> None:
+    def found(judge: dict[str, str], **sections: Any) -> list[Finding]:
+        config = config_of(judge, **sections)
+        base = base_of(config, "judge")
+        assert base is not None
+        return list(check_further_model(config, base))
+
     def findings(path: str) -> list[str]:
-        config = config_of(
-            {"path": str(tmp_path / path)}, model={"path": str(tmp_path / "policy")}, data=GENERATED
-        )
-        return [str(finding) for finding in check_base_of_judge(config)]
+        model = {"path": str(tmp_path / "policy")}
+        return list(map(str, found({"path": str(tmp_path / path)}, model=model, data=GENERATED)))
 
     for name, texts in (("policy", ["text"] * 9), ("other", [])):
         train_tokenizer(texts, 300).save_pretrained(tmp_path / name)
@@ -236,8 +241,8 @@ def test_a_base_model_of_the_judge_that_cannot_be_used_is_found_before_the_start
     assert findings("policy") == []
     [missing] = findings("missing")
     assert missing.startswith("reward.judge.path: must be a folder") and "has no config.json" in missing
-    [unpinned] = check_base_of_judge(config_of({"path": "org/judge"}))
+    [unpinned] = found({"path": "org/judge"})
     assert isinstance(unpinned, str) and "pin reward.judge.revision to a commit" in unpinned
-    assert not list(check_base_of_judge(config_of({"path": "org/judge", "revision": "a" * 40})))
+    assert not found({"path": "org/judge", "revision": "a" * 40})
     [tokens] = findings("other")
     assert "has other tokens than the policy" in tokens

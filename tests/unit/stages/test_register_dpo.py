@@ -179,7 +179,8 @@ def test_the_policy_of_dpo_becomes_champion_and_is_served(has_ppo: bool, run: Ru
     card = model_card(policy)
     for words in (
         "tags:\n- rlhf\n- dpo\n",
-        "then supervised fine-tuning and DPO (beta 0.1, epochs: at most 1, seed 0).",
+        "then supervised fine-tuning and DPO (sigmoid, beta 0.1, learning rate 1e-06,"
+        " epochs: at most 1, seed 0).",
         f"| dpo | `{'a' * 16}` |",
         "| win rate over the SFT model | 0.900 |",
         "| the same, length-controlled | 0.850 |",

@@ -162,3 +162,12 @@ def test_critic_starts_from_reward_model_only_if_it_scores(
     inputs = {name: Path(name) for name in ("data", "sft", "reward")}
     context = stage_context(tmp_path, inputs=inputs)
     assert ppo._folders(config, context)["critic"] == Path(critic) / "model"
+
+
+@pytest.mark.parametrize(("path", "folder"), [("org/teacher", "org/teacher"), ("./t", Path("./t"))])
+def test_the_reference_is_the_teacher_if_there_is_one(path: str, folder: Any, tmp_path: Path) -> None:
+    inputs = {name: Path(name) for name in ("data", "sft")}
+    context = stage_context(tmp_path, inputs=inputs)
+    tree = {"reward": {"enabled": False}, "ppo": {"rewards": [], "teacher": {"path": path}}}
+    folders = ppo._folders(config_from_tree(tree, "test"), context)
+    assert (folders["reference"], folders["policy"]) == (folder, Path("sft/model"))

@@ -2,6 +2,7 @@
 commit.
 
 - save and latest; the newest and the best are kept; leftovers are ignored
+- an attempt that finds none, although it is not the first, says so
 - damage falls back to the checkpoint before, and never to a silent fresh start
 - fencing of saves, numbers of attempts, files that a store lost
 - clearing, also if it is interrupted
@@ -69,6 +70,19 @@ def test_the_newest_checkpoint_comes_back_bit_by_bit(store: Store, tmp_path: Pat
     assert found is not None and found[0] == 10
     assert (found[1] / "rank0" / "optimizer.bin").read_text() == "optimizer 10"
     assert not (tmp_path / "state-10").exists(), "save consumes the folder"
+
+
+def test_an_attempt_after_one_without_a_checkpoint_says_that_it_starts_at_step_1(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checkpoints(store, tmp_path).latest() is None
+    assert not caplog.messages, "the first attempt has nothing to continue from"
+    saver = checkpoints(store, tmp_path)
+    assert saver.latest() is None
+    assert caplog.messages == ["there is no checkpoint yet: attempt 2 starts at step 1"]
+    saver.save(9, state(tmp_path, "9"))
+    assert checkpoints(store, tmp_path).latest() is not None
+    assert len(caplog.messages) == 1
 
 
 def test_seconds_exclude_work_after_the_checkpoint(store: Store, tmp_path: Path) -> None:

@@ -95,12 +95,11 @@ def test_a_match_needs_evidence_and_the_champions_judge(result: Any, becomes: bo
 def test_a_judge_that_the_policy_was_trained_on_is_named_or_refused() -> None:
     candidate = record(judge="reward_model", judge_digest="ours", judge_trained_on=True)
     first = decide(candidate, None, gate=GATE, level=0.02)
-    assert first.champion and "(judge: reward model, which the policy was trained on)" in first.reason
+    judge = "(judge: reward model, which is not independent of the policy's training)"
+    assert first.champion and judge in first.reason
     result = match(80, **MODEL, away_win_rate=0.55, away_log_evidence=1.0)
     later = decide(candidate, JUDGED, result, gate=GATE, level=LEVEL)
-    assert (
-        "(judge: reward model, which the policy was trained on), and 0.550 by the champion's" in later.reason
-    )
+    assert f"{judge}, and 0.550 by the champion's" in later.reason
     words = "evidence 5.98e+06, and 2.72 by the champion's reward model, of the 400 needed"
     assert words in later.reason, later.reason
     strict, won = replace(GATE, independent_judge=True), match(80, **GOLD)
@@ -206,7 +205,7 @@ def test_reasons_have_the_numbers_and_the_way_out() -> None:
     assert decide(record(), JUDGED, long, gate=GATE, level=LEVEL).champion
 
 
-NEEDED = re.compile(r"at this win rate about ([0-9,]+) prompts are needed: raise evaluate.prompts")
+NEEDED = re.compile(r"at this win rate about ([0-9,]+) prompts are needed: raise data.eval_fraction")
 
 
 @pytest.mark.parametrize("wins", [53, 55, 60, 65])

@@ -285,6 +285,7 @@ def test_unsent_data_is_sent_when_the_stage_is_reused(
     tracker.stop()
     run = stage(tracking, None)
     run.log_metrics({"loss": 1.0, "kl": 2.0}, 0)
+    run.set_tags({"rlhf.record": "rlhf inspect demo"})
     run.set_tags({"rlhf.artifact": "/x"})
     run.finish("FINISHED")
     assert "3 points and files could not be sent" in caplog.text
@@ -293,7 +294,8 @@ def test_unsent_data_is_sent_when_the_stage_is_reused(
     tracking.link_reused(parent, "ppo", ArtifactRef("ppo", "k1", "d", "/x", {"kl": 2.0}))
     sent = stage(tracking, parent)
     assert rows(database, sent.run_id) == [("kl", 2.0, 0), ("loss", 1.0, 0)]
-    assert run_of(database, sent.run_id)["tags"]["rlhf.artifact"] == "/x"
+    tags = run_of(database, sent.run_id)["tags"]
+    assert (tags["rlhf.artifact"], tags["rlhf.record"]) == ("/x", "rlhf inspect demo")
     assert list(tracking.spool.rglob("points.jsonl")) == []
 
 

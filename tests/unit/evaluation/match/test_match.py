@@ -6,6 +6,8 @@
   of both gives NaN is left out
 - the champion is loaded with the settings of its own run (base and adapter, or the merge); a policy of DPO
   plays like one of PPO, with the settings of its evaluation
+- the record has the answers of both with the verdicts, also those of regression sets and by the champion's
+  reward model
 - the win rate is also given for each data source, up to a number of sources
 - both also answer the prompts of regression sets, which are in the artifact of the evaluation
 - the match is skipped, with a reason, if the champion is not in this store, has another tokenizer, or
@@ -15,6 +17,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,11 +28,13 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
+from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import StoreError
 from rlhf_core.evaluation import match
 from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.evaluation.statistics import length_controlled
 from rlhf_core.pipeline import StageName
+from rlhf_core.record.reader import read_rollouts
 from rlhf_core.stages.register import match_record
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
@@ -61,6 +66,23 @@ def test_judge_of_the_evaluation_decides_each_prompt(
     assert match_record(result).length_controlled == controlled.to_json()
     sample = {"prompt_id": "p0", "prompt": PROMPTS[0], "ppo": GOOD, "champion": says}
     assert result.samples[0] == sample | {"winner": "ppo" if rate == 1.0 else "tie"}
+
+
+def test_the_record_has_all_answers_and_the_verdicts(
+    config: PipelineConfig, context: StageContext, champion: Any, scripted: list[ScriptedEngine]
+) -> None:
+    result = match.run_match(config, context, champion(BAD)[1])
+    rows = read_rollouts(context.output).to_pylist()
+    requests = [request for engine in scripted for request in engine.requests]
+    assert [row["model"] for row in rows] == ["ppo"] * len(PROMPTS) + ["champion"] * len(PROMPTS)
+    for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        said = (request.model / "says").read_text()
+        assert (row["kind"], row["index"], row["prompt_set"]) == ("match", index, "held-out")
+        assert (row["prompt_id"], row["seed"]) == (request.prompt.prompt_id, request.seed)
+        assert TOKENIZER.decode(row["response_ids"], skip_special_tokens=True) == said
+        assert row["score"] == pytest.approx(gold_reward(request.prompt.prompt, said, row["finished"]))
+    verdicts = [row["preference/champion"] for row in rows]
+    assert verdicts == [*result.comparison.preferences, *[None] * len(PROMPTS)]
 
 
 def test_the_win_rate_is_given_for_each_source(
@@ -184,6 +206,13 @@ def test_pairs_that_one_reward_model_cannot_score_are_compared_by_neither(
     assert result.prompt_ids == tuple(f"p{i}" for i in range(8) if i != 3)
     assert len(result.comparison.preferences) == len(result.by_champion_model.preferences) == 7
     assert match_record(result).outcomes[3] == "p4 1 -1"
+    rows = read_rollouts(context.output).to_pylist()
+    scores = [row["reward/judge_of_champion"] for row in rows]
+    expected = [math.nan if i == 3 else 0.0 for i in range(8)] + [1.0] * 8
+    assert scores == pytest.approx(expected, abs=1e-4, nan_ok=True)
+    preferences = {row["prompt_id"]: row["preference/champion"] for row in rows if row["model"] == "ppo"}
+    verdicts = dict(zip(result.prompt_ids, result.comparison.preferences, strict=True))
+    assert preferences == verdicts | {"p3": None}
 
 
 @pytest.mark.parametrize(("judge", "outcomes"), [("reward_model", "p0 -1"), ("gold", "p0 1 -1")])
@@ -308,6 +337,9 @@ def test_regression_sets_compare_the_candidate_with_the_champion(
     result = match.run_match(asked, replace(context, inputs=inputs), champion(BAD)[1])
     assert result.regression == {"ending": {"mean": -1.0, "low": -1.0, "high": -1.0, "margin": 0.02}}
     assert len(result.prompt_ids) == len(PROMPTS) and result.comparison.win_rate.mean == 1.0
+    scores = read_rollouts(context.output, ["model", "prompt_set", "score"]).to_pylist()
+    of_set = [(row["model"], row["score"]) for row in scores if row["prompt_set"] == "ending"]
+    assert of_set == [("ppo", 0.0), ("champion", 1.0)]
     assert match.run_match(config, context, champion(BAD)[1]).regression == {}
 
 

@@ -7,6 +7,7 @@
   consecutive evaluations; one within its error, a policy that slows down, evaluations without a judge, and a
   judge that never agreed are not
 - the guard warns for each such evaluation, sets its metric, and ends the run if it is set to `stop`
+- responses with less than half of the SFT model's share of distinct word pairs raise a guard of their own
 - the sentence of the report says where the true reward or the judge is highest and what followed; a fall
   within its standard error is none
 """
@@ -21,7 +22,8 @@ import numpy as np
 import pytest
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.ppo.watching.guards import Divergence, check_divergence, correlation, divergence, in_words
+from rlhf_core.config.ppo_sections import GuardAction, GuardName
+from rlhf_core.ppo.watching.guards import Divergence, check_evaluations, correlation, divergence, in_words
 
 Found = dict[int, dict[str, float]]
 
@@ -119,16 +121,44 @@ def test_the_guard_warns_and_stops_where_it_is_set_to(caplog: pytest.LogCaptureF
     metrics: dict[str, float] = {}
     fallen, sound = evaluations(0.8, 0.3, 0.3), evaluations(0.8, 0.3)
     with caplog.at_level(logging.WARNING):
-        assert check_divergence(PPOConfig(), fallen, metrics) is None
-    assert metrics == {"guards/overoptimization": 1.0}
+        assert check_evaluations(PPOConfig(), fallen, metrics) is None
+    assert metrics == {"warnings/overoptimization": 1.0, "warnings/diversity_loss": 0.0}
     assert [record.guard for record in caplog.records] == ["overoptimization"]  # type: ignore[attr-defined]
     assert "step 20" in caplog.text and "a correlation of 0.30" in caplog.text
-    stopped = check_divergence(PPOConfig(guards={"overoptimization": "stop"}), fallen, metrics)
+    stopped = check_evaluations(PPOConfig(guards={"overoptimization": "stop"}), fallen, metrics)
     assert stopped is not None and "raise ppo.kl.coef" in stopped
-    assert check_divergence(PPOConfig(), sound, metrics) is None
-    assert metrics == {"guards/overoptimization": 0.0}
+    assert check_evaluations(PPOConfig(), sound, metrics) is None
+    assert metrics == {"warnings/overoptimization": 0.0, "warnings/diversity_loss": 0.0}
     off: dict[str, float] = {}
-    assert check_divergence(PPOConfig(guards={"overoptimization": "off"}), fallen, off) is None and off == {}
+    nothing: dict[GuardName, GuardAction] = {"overoptimization": "off", "diversity_loss": "off"}
+    assert check_evaluations(PPOConfig(guards=nothing), fallen, off) is None and off == {}
+
+
+@pytest.mark.parametrize(
+    ("shares", "raised"),
+    [
+        ((0.33, 0.33), False),
+        ((0.33, 0.27, 0.21), False),  # the demo at its end
+        ((0.24, 0.14, 0.11), True),  # deployments/configs/overoptimization.yaml, where the gold reward falls
+        ((0.24, 0.11, 0.2), False),  # the last evaluation counts
+        ((0.24,), False),
+        ((0.0, 0.0), False),
+    ],
+)
+def test_responses_that_become_alike_raise_a_guard_of_their_own(
+    shares: tuple[float, ...], raised: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = {10 * number: {"eval/distinct_2": share} for number, share in enumerate(shares)}
+    metrics: dict[str, float] = {}
+    assert check_evaluations(PPOConfig(), found, metrics) is None, "a warning, and no end of the run"
+    assert metrics["warnings/diversity_loss"] == raised
+    assert [record.guard for record in caplog.records] == ["diversity_loss"] * raised  # type: ignore[attr-defined]
+    stopped = check_evaluations(PPOConfig(guards={"diversity_loss": "stop"}), found, metrics)
+    assert (stopped is not None) == raised
+    if stopped is not None:
+        assert "step 20: 11.0% of the word pairs" in stopped and "24.0% in the SFT model's" in stopped
+    assert check_evaluations(PPOConfig(guard_limits={"diversity_loss": 0.1}), found, metrics) is None
+    assert metrics["warnings/diversity_loss"] == 0.0
 
 
 def scored(*values: tuple[float, float]) -> Found:

@@ -1,6 +1,6 @@
 """The guards, each with a planted failure and with cases that must not raise an alarm.
 
-- three failing steps in a row give one warning with the name of the guard, `guards/<name>` = 1, and with
+- three failing steps in a row give one warning with the name of the guard, `warnings/<name>` = 1, and with
   `stop` the end of the run
 - two failing steps, an interruption, and values within the limit give no alarm; a guard that is `off` is not
   checked
@@ -54,7 +54,7 @@ def checks_of(**options: Any) -> StepChecks:
 def look(checks: StepChecks, step: int, change: Change) -> dict[str, float]:
     metrics = GOOD | change
     checks.verify(metrics, step)
-    return {name: value for name, value in metrics.items() if name.startswith("guards/")}
+    return {name: value for name, value in metrics.items() if name.startswith("warnings/")}
 
 
 @pytest.mark.parametrize(("action", "count"), [("warn", 1), ("stop", 1), ("off", 0)])
@@ -81,8 +81,8 @@ def test_three_failing_steps_give_one_warning(
 ) -> None:
     checks = checks_of()
     seen = [look(checks, step, change) for step, change in enumerate([{}, *[failure] * 5, {}], start=1)]
-    assert [alarms[f"guards/{name}"] for alarms in seen] == [0, 0, 0, 1, 1, 1, 0]
-    assert [alarm for alarms in seen for alarm, value in alarms.items() if value] == [f"guards/{name}"] * 3
+    assert [alarms[f"warnings/{name}"] for alarms in seen] == [0, 0, 0, 1, 1, 1, 0]
+    assert [alarm for alarms in seen for alarm, value in alarms.items() if value] == [f"warnings/{name}"] * 3
     ((guard, message),) = warnings_of(caplog)
     assert guard == name and message.startswith(f"step 4: guard {name}: ")
 
@@ -112,7 +112,7 @@ def test_stop_ends_the_run_and_names_the_checkpoint(name: str, failure: Change, 
 @EACH
 def test_with_off_it_is_not_looked_at(name: str, failure: Change, short: Change) -> None:
     checks = checks_of(**{name: "off"})
-    assert all(f"guards/{name}" not in look(checks, step, failure) for step in range(1, 6))
+    assert all(f"warnings/{name}" not in look(checks, step, failure) for step in range(1, 6))
 
 
 @EACH
@@ -122,7 +122,7 @@ def test_counters_and_initial_values_survive_a_restart(name: str, failure: Chang
         look(before, step, change)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.state_dict() == before.state_dict()
-    assert look(after, 4, failure)[f"guards/{name}"] == 1.0
+    assert look(after, 4, failure)[f"warnings/{name}"] == 1.0
 
 
 def test_missing_eos_from_the_start_is_no_alarm() -> None:
@@ -139,7 +139,7 @@ def test_a_critic_is_not_judged_by_equal_scores(explained: Change) -> None:
     for step in range(1, 6):
         metrics = usual | {"objective/scores_std": 0.0} | explained
         checks.verify(metrics, step)
-        assert metrics["guards/blind_critic"] == 0.0
+        assert metrics["warnings/blind_critic"] == 0.0
 
 
 def test_a_critic_is_not_judged_during_its_warm_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,8 +155,8 @@ def test_a_critic_is_not_judged_during_its_warm_up(caplog: pytest.LogCaptureFixt
 
 def test_every_guard_is_configured_and_documented() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert set(LIMITS) == set(get_args(GuardName)) == {*NAMES, "overoptimization"}
-    assert "| `overoptimization` |" in page
+    assert set(LIMITS) == set(get_args(GuardName)) == {*NAMES, "overoptimization", "diversity_loss"}
+    assert "| `overoptimization` |" in page and "| `diversity_loss` |" in page
     assert set(NAMES) == {name for name, *_ in FAILURES}
     for name, failure, _ in FAILURES:
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))

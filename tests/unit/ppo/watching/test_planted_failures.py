@@ -133,7 +133,7 @@ def raised_by(step: Responses, checks: StepChecks, number: int, rng: random.Rand
     assert share is not None
     metrics: dict[str, float] = made.metrics | {"objective/score_clipfrac": share}
     checks.verify(metrics, number)
-    return {name for name in NAMES if metrics[f"guards/{name}"]}
+    return {name for name in NAMES if metrics[f"warnings/{name}"]}
 
 
 @pytest.mark.parametrize(("failure", "guard"), FAILURES, ids=[failure.__name__ for failure, _ in FAILURES])

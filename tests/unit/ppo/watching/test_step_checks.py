@@ -137,6 +137,15 @@ def test_equal_scores_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
+def test_equal_scores_are_expected_if_a_teacher_alone_trains_the_policy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for rewards in ([], [{"type": "repetition", "weight": 0}]):
+        checks = checks_of(teacher={"path": "./teacher"}, rewards=rewards)
+        checks.verify(metrics(objective__scores=0.0, objective__scores_std=0.0), 1)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
 def test_equal_scores_of_a_prompt_are_no_reason_to_warn_if_prompts_are_compared(
     algorithm: str, caplog: pytest.LogCaptureFixture
@@ -144,7 +153,7 @@ def test_equal_scores_of_a_prompt_are_no_reason_to_warn_if_prompts_are_compared(
     checks = checks_of(algorithm=algorithm, samples_per_prompt=4)
     found = metrics(rollout__zero_variance_groups=1.0)
     checks.verify(found, 1)
-    assert found["guards/uniform_scores"] == 0.0
+    assert found["warnings/uniform_scores"] == 0.0
     assert not caplog.records
     checks.verify(metrics(objective__scores_std=0.0), 2)
     assert "scores that are compared with each other are equal" in caplog.text

@@ -1,0 +1,205 @@
+"""`rlhf blame`: the responses behind a spike of a step of PPO, by the record.
+
+    share of a response = how far it is above the mean of the steps before, as a part of that of all such
+                          responses of the step; below the mean if the mean of the step fell
+
+Only the record is read. Losses of single tokens are not recorded: `loss` is the size of the advantages, which
+is that of the policy's loss and gradient before the first update of the step, and `value` the squared error
+of the critic before its update. Both follow from the scores, values and log-probabilities, as in training
+(`ppo.training.experience`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.data.dataset import load_prompts
+from rlhf_core.data.tokenizer import load_decoder
+from rlhf_core.errors import InputError
+from rlhf_core.ops.finished_run import FinishedRun
+from rlhf_core.ops.first_difference import Recording
+from rlhf_core.ppo.training.experience import (
+    ModelRows,
+    make_rows,
+    response_advantages,
+    summarize,
+)
+from rlhf_core.record.schema import REWARD
+
+Quantity = Literal["reward", "kl", "loss", "value"]
+
+BEFORE = 10
+"""Steps before, whose mean a step is compared with."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class BlamedResponse:
+    """A response and its share."""
+
+    index: int
+    share: float
+    value: float
+    score: float
+    kl: float
+    tokens: int
+    source: str
+    """Name of the data source of the prompt."""
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What is behind a step."""
+
+    mean: float
+    before: float | None
+    """Mean of the steps before; None for step 1, which is compared with 0."""
+    responses: Sequence[BlamedResponse]
+    """Largest shares first."""
+    prompts: Mapping[str, float]
+    """Share of each prompt, largest first, if prompts have several responses."""
+    sources: Mapping[str, float]
+    """Share of each data source, largest first."""
+    rewards: Mapping[str, tuple[float, float | None]]
+    """Mean of each reward source, before weights and normalisation, in the step and in the steps before."""
+
+
+def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
+    """Rank the responses of a step by their share in its `of`.
+
+    Raises InputError if the step is not recorded, or not with the columns that are needed.
+    """
+    recording = Recording(run.recorded("ppo"), run.name)
+    ppo = run.config("ppo").ppo
+    rows, values = _of_step(recording, ppo, step, of)
+    if not rows:
+        raise InputError(f"--step: no response of step {step} of {run.name} has a score; choose another step")
+    earlier = [_of_step(recording, ppo, number, of) for number in range(max(1, step - BEFORE), step)]
+    rows_before = [row for found, _ in earlier for row in found]
+    before = float(np.concatenate([found for _, found in earlier]).mean()) if rows_before else None
+    shares = shares_of(values, before or 0.0)
+    artifacts, ref = run.artifact("data")
+    data = artifacts.fetch(ref, weights=False)
+    prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data, "train")}
+    decode = load_decoder(data)
+    responses = []
+    for row, share, value in zip(rows, shares.tolist(), values.tolist(), strict=True):
+        prompt, ids = prompts[row["prompt_id"]], row["response_ids"]
+        about = (prompt.source, prompt.prompt, decode.response(ids))
+        numbers = (share, value, row["score"], row["kl"], len(ids))
+        responses.append(BlamedResponse(row["index"], *numbers, *about))
+    responses.sort(key=lambda each: -each.share)
+    of_prompts = _summed([(each.prompt, each.share) for each in responses])
+    rewards = {}
+    for column in rows[0]:
+        if column.startswith(REWARD):
+            earlier_mean = _mean(rows_before, column) if rows_before else None
+            rewards[column.removeprefix(REWARD)] = (_mean(rows, column), earlier_mean)
+    return Blame(
+        float(values.mean()),
+        before,
+        responses,
+        of_prompts if ppo.samples_per_prompt > 1 else {},
+        _summed([(each.source, each.share) for each in responses]),
+        rewards,
+    )
+
+
+def shares_of(values: NDArray[np.float64], before: float) -> NDArray[np.float64]:
+    """Return the share of each value in the change of their mean from `before`. The shares add up to 1.
+
+    >>> shares_of(np.array([5.0, 1.0, 2.0]), 1.0).tolist()
+    [0.8, 0.0, 0.2]
+    """
+    above = values - before
+    if above.sum() < 0:
+        above = -above
+    above = above.clip(0)
+    return above / above.sum() if above.any() else above
+
+
+def _of_step(
+    recording: Recording, ppo: PPOConfig, step: int, of: Quantity
+) -> tuple[Rows, NDArray[np.float64]]:
+    """Return the responses with a score that belong to the batch of a step, and the `of` of each."""
+    rows = [row for row in recording.rollouts(step).to_pylist() if row["excluded"] != "filtered"]
+    values = _values(recording, ppo, rows, step, of)
+    scored = np.isfinite([row["score"] for row in rows])
+    return [row for row, is_scored in zip(rows, scored, strict=True) if is_scored], values[scored]
+
+
+def _mean(rows: Rows, name: str) -> float:
+    return float(np.nanmean([row[name] for row in rows]))
+
+
+def _summed(shares: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Return the sum of the shares of each name, largest first."""
+    found: dict[str, float] = defaultdict(float)
+    for name, share in shares:
+        found[name] += share
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _values(recording: Recording, ppo: PPOConfig, rows: Rows, step: int, of: Quantity) -> NDArray[np.float64]:
+    """Return the `of` of each response."""
+    if of == "reward" or of == "kl":
+        return np.array([row["score" if of == "reward" else "kl"] for row in rows], np.float64)
+    if of == "value" and not ppo.uses_critic:
+        raise InputError(f"--of: this run has no critic; got {of}; use loss")
+    advantages, errors = token_values(recording, ppo, rows, step)
+    tokens = advantages if of == "loss" else errors
+    power = 1 if of == "loss" else 2
+    return np.array([float((np.abs(row, dtype=np.float64) ** power).sum()) for row in tokens])
+
+
+def token_values(
+    recording: Recording, ppo: PPOConfig, rows: Rows, step: int
+) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+    """Return the advantages of the tokens of each response, and the errors of their values."""
+    if rows[0].get("old_logprobs") is None:
+        raise InputError(
+            f"--of: loss and value need record.level=logprobs; {recording.name} has less; use reward or kl"
+        )
+    if ppo.advantages is not None:
+        raise InputError(
+            "--of: ppo.advantages is a user's function, whose values are not recorded; use reward or kl"
+        )
+    columns = {
+        name: [np.array(row[name], np.float32) for row in rows]
+        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs")
+    }
+    values = [np.array(row["values"], np.float32) for row in rows] if ppo.uses_critic else None
+    ids = [np.array(row["response_ids"], np.int32) for row in rows]
+    zeros = [np.zeros_like(row) for row in columns["old_logprobs"]]
+    scores_B = torch.tensor([row["score"] for row in rows], dtype=torch.float32)
+    of_groups = response_advantages(scores_B, ppo)
+    # That of a step is logged with the step before.
+    kl_coef = recording.metrics.get(step - 1, {}).get("objective/kl_coef", ppo.kl.coef)
+    made, sums = make_rows(
+        ModelRows(
+            ids, columns["rollout_logprobs"], columns["old_logprobs"], zeros, columns["ref_logprobs"], values
+        ),
+        scores_B.numpy(),
+        None if of_groups is None else of_groups.numpy(),
+        ppo,
+        kl_coef,
+    )
+    lengths_B = np.array([len(row) for row in ids], np.int32)
+    finished_B = np.array([row["finished"] for row in rows])
+    whitening = summarize(sums, scores_B, lengths_B, finished_B, ppo).whitening
+    count = range(len(rows))
+    advantages = [made.row("advantages", row) for row in count]
+    if whitening is not None:
+        advantages = [whitening.apply(row) for row in advantages]
+    return advantages, [made.row("returns", row) - made.row("values", row) for row in count]

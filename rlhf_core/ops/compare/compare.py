@@ -1,0 +1,304 @@
+"""`rlhf compare`: what differs between finished runs, and whether their results do.
+
+The first run is what the others are compared with. A difference of results is paired: it is the mean over the
+held-out prompts that both runs answered, of the scores that both evaluations have kept, with the interval of
+the evaluation. Scores of two reward models are not comparable, so a measure whose digest differs has none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+
+from rlhf_core.config.keys import leaves
+from rlhf_core.data.dataset import load_prompts
+from rlhf_core.errors import InputError
+from rlhf_core.evaluation.measures import MEASURES
+from rlhf_core.evaluation.plots import StepMetrics, read_step_metrics
+from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.ops.finished_run import FinishedRun, find_run
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.record.reader import RECORD, read_rollouts
+from rlhf_core.record.schema import REWARD
+from rlhf_core.run.summary import policy_of
+from rlhf_core.system.files import read_json
+
+CURVES = {"score": "objective/scores", "KL": "objective/kl", "length": "rollout/length"}
+"""Metrics of the steps of PPO by the names that are shown."""
+_SHOWN_STEPS = 10
+_VERDICTS = 2
+"""Measures in the first line."""
+_LINK = re.compile(r"(https?://.+)/#/experiments/(\d+)/")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something that the runs have in common, or that differs."""
+
+    what: str
+    values: tuple[Any, ...]
+    """Of each run: a value, or a table with `mean`, `low` and `high`; None if it has none."""
+    differences: tuple[dict[str, float] | None, ...] = ()
+    """`mean`, `low`, `high` and `prompts` of each further run minus the first one, paired by prompt; None if
+    they are not comparable.
+    """
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between runs."""
+
+    runs: tuple[str, ...]
+    differing: Mapping[str, Sequence[Row]]
+    """By kind: `configuration`, `data`, `code` and `versions`."""
+    results: Sequence[Row]
+    held_out: int
+    """Held-out prompts of the first run."""
+    curves: Sequence[tuple[int, Mapping[str, Sequence[float]]]]
+    """Steps of PPO with the values of each run by name, at most ten, evenly spaced."""
+    parted: str
+    """Where the runs of PPO part, in words; empty without common steps."""
+    mlflow: str
+    """Address of MLflow's page that compares the runs; empty if they are in different servers."""
+    histories: Mapping[str, StepMetrics]
+    """All metrics of the steps of PPO by run."""
+
+    @property
+    def verdict(self) -> str:
+        """Which run is better at what, on one line."""
+        first = self.runs[0]
+        sentences = []
+        for number, name in enumerate(self.runs[1:]):
+            found = [(row.what, each) for row in self.results if (each := row.differences[number])]
+            if not found:
+                sentences.append(f"no measure of {name} is comparable with {first}")
+            for what, each in found[:_VERDICTS]:
+                claim = f"no difference in {what} between {name} and {first} that the prompts show"
+                if each["low"] > 0:
+                    claim = f"{name} is better at {what} than {first}"
+                elif each["high"] < 0:
+                    claim = f"{first} is better at {what} than {name}"
+                sentences.append(f"{claim}: {signed(each)} for {name} on {each['prompts']} prompts")
+        return "; ".join(sentences)
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self) | {"verdict": self.verdict}
+        del found["histories"]
+        return found
+
+
+def signed(difference: Mapping[str, float]) -> str:
+    """Return a difference with its interval."""
+    return f"{difference['mean']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]"
+
+
+def compare(names: Sequence[str], home: str, endpoint: str | None = None) -> Comparison:
+    """Compare finished runs with the first of them.
+
+    Args:
+        names: Names of at least two runs, or paths of their folders or summaries.
+        home: Folder of the runs.
+        endpoint: URL of an S3-compatible server.
+
+    Raises:
+        InputError: There are not two runs, or one does not exist.
+        CorruptArtifact: An artifact is damaged or gone.
+    """
+    if len(names) < 2:
+        raise InputError(f"rlhf compare needs at least two runs; got {len(names)}; name another one")
+    runs = [_Run(find_run(name, home, endpoint)) for name in names]
+    facts = [_facts(run.finished) for run in runs]
+    differing = {kind: _differing([each[kind] for each in facts]) for kind in facts[0]}
+    steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
+    return Comparison(
+        tuple(run.name for run in runs),
+        {kind: rows for kind, rows in differing.items() if rows},
+        _results(runs),
+        int(runs[0].evaluation.get("prompts", 0)),
+        [(step, _values(runs, step)) for step in _spaced(steps)],
+        _parted(runs, steps),
+        _mlflow_link([run.finished for run in runs]),
+        {run.name: run.history for run in runs},
+    )
+
+
+def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
+    """Return what can differ between runs, by kind and name."""
+    folder = run.file.parent
+    state = read_json(folder / "run.json") or {}
+    config = folder / "config.yaml"
+    settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    data, code = {}, {}
+    for name, value in state.get("decided_by", {}).items():
+        if name.startswith("sources."):
+            data[f"content of {name.removeprefix('sources.')}"] = value
+        elif name.startswith("schema."):
+            code[f"version of the stage {name.removeprefix('schema.')}"] = value
+    for name, value in run.stages.get("data", {}).get("metrics", {}).items():
+        data[name.removeprefix("data/")] = value
+    versions: dict[str, set[str]] = defaultdict(set)
+    for stage in STAGES:
+        if stage in run.stages:
+            artifacts, ref = run.artifact(stage)
+            for name, version in artifacts.origin(ref).versions.items():
+                versions[name].add(version)
+    in_words = {name: ", ".join(sorted(found)) for name, found in versions.items()}
+    code |= {f"digest ({name})": in_words.pop(name, None) for name in ("code", "git")}
+    in_words["device"] = state.get("decided_by", {}).get("device")
+    in_words["host"] = state.get("process", [None] * 3)[2]
+    fields = {name.removeprefix("."): value for name, value in leaves("", settings)}
+    return {"configuration": fields, "data": data, "code": code, "versions": in_words}
+
+
+def _differing(facts: Sequence[Mapping[str, Any]]) -> list[Row]:
+    names = dict.fromkeys(name for each in facts for name in each)
+    rows = [Row(name, tuple(each.get(name) for each in facts)) for name in names]
+    return [row for row in rows if any(value != row.values[0] for value in row.values)]
+
+
+class _Run:
+    """A run and what its artifacts have."""
+
+    def __init__(self, finished: FinishedRun) -> None:
+        self.finished = finished
+        self.name = finished.name
+        self.policy = policy_of(finished.summary)
+        self.folders: dict[StageName, Path] = {}
+        for stage in ("data", "ppo", "evaluate"):
+            if stage in finished.stages:
+                artifacts, ref = finished.artifact(stage)
+                # The record of PPO can be large, and is needed for one step only.
+                self.folders[stage] = artifacts.fetch(ref, weights=False, record=stage == "evaluate")
+        self.history = StepMetrics([])
+        """Metrics of the steps of PPO."""
+        if "ppo" in self.folders:
+            self.history = read_step_metrics(self.folders["ppo"] / "metrics.jsonl")
+        self.curve: dict[int, tuple[float, ...]] = {}
+        """Values of `CURVES` by step."""
+        for step, *values in zip(*map(self.history.column, ("step", *CURVES.values())), strict=True):
+            self.curve[int(step)] = tuple(map(float, values))
+        self.evaluation: Mapping[str, Any] = {}
+        """Content of `evaluation.json`."""
+        self.scores: Mapping[str, Mapping[str, float]] = {}
+        """Mean score of the policy's answers by measure and prompt, as far as they are kept."""
+        if "evaluate" in self.folders:
+            self.evaluation = json.loads((self.folders["evaluate"] / "evaluation.json").read_bytes())
+            self.scores = _scores(self.folders["evaluate"], self.policy)
+
+    def judge_digest(self, measure: str) -> str | None:
+        """Return what the scores of two runs must share to be comparable; None if this is not known."""
+        name = "rules" if measure.startswith("rule/") else measure
+        digest: str | None = self.evaluation.get("judge_digests", {}).get(name)
+        return digest
+
+    def results(self) -> dict[str, Any]:
+        """Return the headline measures of `summary.json`: numbers, or tables with `mean`, `low`, `high`."""
+        summary = self.finished.summary
+        evaluation = dict(summary.get("evaluate", {}))
+        found = dict(evaluation.pop("policies", {}).get(self.policy, {}))
+        for name, by_model in evaluation.items():
+            if isinstance(by_model, dict) and self.policy in by_model:
+                found[name] = by_model[self.policy]
+        if (accuracy := summary.get("reward", {})) and "accuracy" in accuracy:
+            parts = {"mean": "", "low": "_low", "high": "_high"}
+            found["reward_accuracy"] = {part: accuracy[f"accuracy{end}"] for part, end in parts.items()}
+        return found
+
+
+def _scores(folder: Path, policy: str) -> dict[str, dict[str, float]]:
+    """Read the scores of an evaluation from its record, or without one from its samples."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    if (folder / RECORD).is_dir():
+        rows = [row for row in read_rollouts(folder).to_pylist() if row["model"] == policy]
+        answers = [(row["prompt_id"], {n: row[n] for n in row if n.startswith(REWARD)}) for row in rows]
+    else:
+        lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        answers = [(row["prompt_id"], row["scores"][policy]) for row in map(json.loads, lines)]
+    for prompt, scores in answers:
+        for measure, value in scores.items():
+            if value is not None and value == value:  # not NaN
+                found[measure.removeprefix(REWARD)][prompt].append(value)
+    return {name: {prompt: fmean(v) for prompt, v in of.items()} for name, of in found.items()}
+
+
+def _paired(first: _Run, second: _Run) -> dict[str, dict[str, float]]:
+    """Return `mean`, `low`, `high` of the second run minus the first, and the number of prompts."""
+    found: dict[str, dict[str, float]] = {}
+    if not first.scores:
+        return found
+    interval = Intervals(first.finished.config("evaluate"), load_prompts(first.folders["data"], "eval"))
+    for measure, ours in first.scores.items():
+        theirs = second.scores.get(measure, {})
+        common = [prompt for prompt in ours if prompt in theirs]
+        digest = first.judge_digest(measure)
+        if common and digest is not None and digest == second.judge_digest(measure):
+            values = [theirs[prompt] - ours[prompt] for prompt in common]
+            mean = interval.mean(measure, values, interval.groups_of(common))
+            # The other names are those of `summary.json`.
+            name = {"gold": "gold_reward"}.get(measure, measure.replace("rule/", "rules/"))
+            found[name] = {**mean.to_json(), "prompts": len(common)}
+    return found
+
+
+def _results(runs: Sequence[_Run]) -> list[Row]:
+    """Return the results of all runs, those first that are paired and most trustworthy."""
+    paired = [_paired(runs[0], other) for other in runs[1:]]
+    by_run = [run.results() for run in runs]
+    names = dict.fromkeys([*MEASURES, *(n for each in paired for n in each), *(n for f in by_run for n in f)])
+    rows = []
+    for name in names:
+        values = tuple(found.get(name) for found in by_run)
+        rows.append(Row(name, values, tuple(each.get(name) for each in paired)))
+    return [row for row in rows if any(value is not None for value in (*row.values, *row.differences))]
+
+
+def _spaced(steps: Sequence[int]) -> list[int]:
+    count = min(len(steps), _SHOWN_STEPS)
+    return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def _values(runs: Sequence[_Run], step: int) -> dict[str, tuple[float, ...]]:
+    return {name: tuple(run.curve[step][place] for run in runs) for place, name in enumerate(CURVES)}
+
+
+def _parted(runs: Sequence[_Run], steps: Sequence[int]) -> str:
+    """Return in words the first step at which the curves differ, and what differs in the record there."""
+    for step in steps:
+        if any(run.curve[step] != runs[0].curve[step] for run in runs):
+            return f"the runs part at step {step}{_what_differs(runs, step)}"
+    return f"the curves are equal in all {len(steps)} common steps" if steps else ""
+
+
+def _what_differs(runs: Sequence[_Run], step: int) -> str:
+    folders = [run.finished.recorded("ppo") for run in runs]
+    if not all((folder / RECORD).is_dir() for folder in folders):
+        return ""
+    tables = [read_rollouts(folder, ["prompt_id", "response_ids"], [step]) for folder in folders]
+    if any(table["prompt_id"] != tables[0]["prompt_id"] for table in tables):
+        return ", with other prompts"
+    if any(table["response_ids"] != tables[0]["response_ids"] for table in tables):
+        return ", with the same prompts and other responses"
+    return ", with the same prompts and responses, and other scores or KL"
+
+
+def _mlflow_link(runs: Sequence[FinishedRun]) -> str:
+    """Return the address of MLflow's page that compares the pipeline runs; empty if there is none."""
+    links = [match for run in runs for text in run.summary["where"].values() if (match := _LINK.match(text))]
+    servers = {run.summary.get("tracking_uri") or run.home.path for run in runs}
+    ids = [run.summary.get("mlflow_run_id") for run in runs]
+    if len(servers) > 1 or None in ids or not links:
+        return ""
+    experiments = sorted({link[2] for link in links})
+    lists = (quote(json.dumps(each, separators=(",", ":"))) for each in (ids, experiments))
+    command = runs[0].summary["where"].get("MLflow", "")
+    running = "" if command.startswith("http") else f" while this runs: {command}"
+    return "{}/#/compare-runs?runs={}&experiments={}{}".format(links[0][1], *lists, running)

@@ -1,0 +1,327 @@
+"""The recorded rollouts of one or two runs in a database, for the pages of `rlhf inspect`.
+
+    Parquet parts --> `rollouts`  one row for each response: what has one value, length, gap, annotations
+                  --> `texts`     decoded responses, filled by a thread (`decode_all`)
+
+Tokens and what has a value for each token stay in the parts and are read when a response is shown. The
+database is a file in a temporary folder. After it is filled it can read the parts and no other file, and none
+of its settings can be changed. Values of users are bound as parameters; names of columns are those of
+`numbers`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Self
+
+import duckdb
+import pyarrow as pa
+from tokenizers import Tokenizer
+
+from rlhf_core.errors import InputError
+from rlhf_core.record.reader import RECORD, parts_of
+from rlhf_core.record.schema import REWARD, WEIGHTED
+
+ANNOTATION = "annotation/"
+"""Begins the name of the column with the scores of an annotation."""
+LENGTH, GAP = "length", "gap"
+"""Number of tokens of a response, and root mean square of the differences between `rollout_logprobs` and
+`old_logprobs` over its tokens, in nats.
+"""
+_SETTINGS: dict[str, str | bool | int | float | list[str]] = {
+    "memory_limit": "400MB",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "allow_community_extensions": "false",
+    "python_enable_replacements": "false",
+}
+_DECODED_AT_ONCE = 1000
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Identifies a response: number of the run, step, and number in the step."""
+
+    run: int
+    step: int
+    index: int
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run with a record."""
+
+    name: str
+    folder: Path
+    """Its artifact of the stage `ppo`, with `record` and `policy`."""
+    annotations: Mapping[str, Path] = field(default_factory=dict)
+    """Parquet files with the columns kind, step, index and score, by name."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which responses are shown. What is empty or None does not exclude any."""
+
+    ranges: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    """Lowest and highest value by the name of a column."""
+    run: int | None = None
+    prompt: str = ""
+    """A prompt_id."""
+    excluded: str = ""
+    """`yes` or `no`, or a reason."""
+    text: str = ""
+    """Part of the response, upper and lower case alike."""
+
+    @classmethod
+    def of(cls, query: Mapping[str, str], numbers: Sequence[str]) -> Self:
+        """Return the filter of a query with `min:COLUMN`, `max:COLUMN`, run, prompt, excluded and text.
+
+        Raises InputError for a value that is no number.
+        """
+        limits = {
+            name: (_number(query, f"min:{name}"), _number(query, f"max:{name}"))
+            for name in numbers
+            if query.get(f"min:{name}") or query.get(f"max:{name}")
+        }
+        run = _number(query, "run")
+        others = {name: query.get(name, "") for name in ("prompt", "excluded", "text")}
+        return cls(limits, None if run is None else int(run), **others)
+
+    def condition(self) -> tuple[str, list[Any]]:
+        """Return the condition of a WHERE, and its parameters."""
+        parts, values = ["true"], list[Any]()
+        for name, limits in self.ranges.items():
+            for limit, sign in zip(limits, (">=", "<="), strict=True):
+                if limit is not None:
+                    parts.append(f"{quoted(name)} {sign} ?")
+                    values.append(limit)
+        if self.run is not None:
+            parts.append("run = ?")
+            values.append(self.run)
+        if self.prompt:
+            parts.append("prompt_id = ?")
+            values.append(self.prompt)
+        if self.excluded in ("yes", "no"):
+            parts.append(f"excluded IS {'NOT ' if self.excluded == 'yes' else ''}NULL")
+        elif self.excluded:
+            parts.append("excluded = ?")
+            values.append(self.excluded)
+        if self.text:
+            parts.append(
+                'EXISTS (FROM texts t WHERE (t.run, t.step, t."index") = (rollouts.run, rollouts.step,'
+                ' rollouts."index") AND contains(lower(t.text), lower(?)))'
+            )
+            values.append(self.text)
+        return " AND ".join(parts), values
+
+
+def _number(query: Mapping[str, str], name: str) -> float | None:
+    given = query.get(name, "").strip()
+    if not given:
+        return None
+    try:
+        value = float(given)
+    except ValueError:
+        raise InputError(f"{name} must be a number; got {given}") from None
+    if not math.isfinite(value):
+        raise InputError(f"{name} must be a finite number; got {given}")
+    return value
+
+
+class Rollouts:
+    """The rollouts of one or two runs.
+
+    Args:
+        runs: The runs. The number of a run is its place.
+        folder: An empty folder for the database.
+
+    Raises:
+        InputError: A run has no record.
+    """
+
+    def __init__(self, runs: Sequence[RecordedRun], folder: Path) -> None:
+        self.runs = tuple(runs)
+        self._parts = [_parts(run) for run in runs]
+        self.tokenizers = [Tokenizer.from_file(str(run.folder / "policy" / "tokenizer.json")) for run in runs]
+        self._database = duckdb.connect(folder / "rollouts.duckdb", config=_SETTINGS)
+        self._database.execute("SET temp_directory = ?", [str(folder)])
+        self._database.execute("SET preserve_insertion_order = false")
+        selects, values = [], list[Any]()
+        for number, run in enumerate(runs):
+            select, parameters = self._select(number, run)
+            selects.append(select)
+            values += parameters
+        self._database.execute(f"CREATE TABLE rollouts AS {' UNION ALL BY NAME '.join(selects)}", values)
+        self._database.execute(
+            'CREATE TABLE texts (run INTEGER, step INTEGER, "index" INTEGER, text VARCHAR)'
+        )
+        every = [str(part) for parts in self._parts for part in parts]
+        self._database.execute("SET allowed_paths = ?", [every])
+        self._database.execute("SET enable_external_access = false")
+        self._database.execute("SET lock_configuration = true")
+        self.numbers = self._numbers()
+        """Columns with a number for each response, in the order in which they are shown."""
+        self.count, self.first_step, self.last_step = self.one(
+            "SELECT count(*), min(step), max(step) FROM rollouts"
+        )
+        self.decoded = 0
+        """Responses that a search for text finds."""
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the columns of reward sources and annotations."""
+        return [name for name in self.numbers if name.startswith((REWARD, ANNOTATION))]
+
+    def _select(self, number: int, run: RecordedRun) -> tuple[str, list[Any]]:
+        """Return the rows of a run, with the parameters."""
+        parts = [str(part) for part in self._parts[number]]
+        columns = self._database.execute(
+            "DESCRIBE FROM read_parquet(?, union_by_name = true)", [parts]
+        ).fetchall()
+        names = [str(name) for name, *_ in columns]
+        values: list[Any] = [number]
+        shown = ["?::INTEGER AS run", f"len(record.response_ids) AS {LENGTH}"]
+        for name, kind, *_ in columns:
+            column = f"record.{quoted(name)}"
+            if kind in ("FLOAT", "DOUBLE"):
+                shown.append(f"{_without_nan(column)} AS {quoted(name)}")
+            elif not kind.endswith("[]"):
+                shown.append(column)
+        if {"rollout_logprobs", "old_logprobs"} <= set(names):
+            distance = "list_distance(record.rollout_logprobs, record.old_logprobs)"
+            shown.append(f"{distance} / sqrt(len(record.response_ids)) AS {GAP}")
+        joins = []
+        for place, name in enumerate(run.annotations):
+            shown.append(f"{_without_nan(f'a{place}.score')} AS {quoted(ANNOTATION + name)}")
+            joins.append(
+                f'LEFT JOIN read_parquet(?) a{place} ON (a{place}.kind, a{place}.step, a{place}."index")'
+                ' = (record.kind, record.step, record."index")'
+            )
+        values += [parts, *(str(file) for file in run.annotations.values())]
+        source = "read_parquet(?, union_by_name = true) record"
+        return f"SELECT {', '.join(shown)} FROM {source} {' '.join(joins)}", values
+
+    def _numbers(self) -> list[str]:
+        columns = self._database.execute("DESCRIBE rollouts").fetchall()
+        names = [str(name) for name, kind, *_ in columns if kind in ("FLOAT", "DOUBLE")]
+        names = [name for name in names if not name.startswith(WEIGHTED)]
+        counts = self.one(f"SELECT {', '.join(f'count({quoted(name)})' for name in names)} FROM rollouts")
+        found = [name for name, count in zip(names, counts, strict=True) if count]
+        if self.one("SELECT bool_and(total IS NOT DISTINCT FROM score) FROM rollouts") == (True,):
+            found.remove("total")
+        rewards = [name for name in found if name.startswith((REWARD, ANNOTATION))]
+        own = [name for name in ("score", "total", "kl") if name in found]
+        return ["step", *own, LENGTH, *rewards, *(name for name in found if name not in {*own, *rewards})]
+
+    def rows(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
+        """Return the rows of a query, by name. Any thread may call this."""
+        cursor = self._database.cursor()
+        cursor.execute(sql, values)
+        names = [str(name) for name, *_ in cursor.description or ()]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def one(self, sql: str, values: Sequence[Any] = ()) -> tuple[Any, ...]:
+        """Return the first row of a query."""
+        row = self._database.cursor().execute(sql, values).fetchone()
+        assert row is not None
+        return tuple(row)
+
+    def page(
+        self, chosen: Filter, sort: str, *, descending: bool, offset: int, limit: int
+    ) -> tuple[int, list[Row]]:
+        """Return how many responses a filter has, and some of them, sorted by a column of `numbers`."""
+        where, values = chosen.condition()
+        (count,) = self.one(f"SELECT count(*) FROM rollouts WHERE {where}", values)
+        order = f"{quoted(sort)} {'DESC' if descending else 'ASC'} NULLS LAST"
+        rows = self.rows(
+            f'FROM rollouts WHERE {where} ORDER BY {order}, run, step, "index" LIMIT ? OFFSET ?',
+            [*values, limit, offset],
+        )
+        return count, self.with_texts(rows)
+
+    def with_texts(self, rows: list[Row]) -> list[Row]:
+        """Return the rows with `prompt` and `text`, decoded."""
+        keys = [Key(row["run"], row["step"], row["index"]) for row in rows]
+        tokens = self.tokens(keys, ["prompt_ids", "response_ids"])
+        for row, key in zip(rows, keys, strict=True):
+            found = tokens[key]
+            row["prompt"], row["text"] = self.decode(key.run, [found["prompt_ids"], found["response_ids"]])
+        return rows
+
+    def decode(self, run: int, tokens: Sequence[Sequence[int]]) -> list[str]:
+        """Return texts without special tokens."""
+        # Unlike `decode`, it releases Python's lock.
+        texts: list[str] = self.tokenizers[run].decode_batch(list(tokens), skip_special_tokens=True)
+        return texts
+
+    def tokens(self, keys: Iterable[Key], columns: Collection[str] = ("*",)) -> dict[Key, Row]:
+        """Return columns of the record, by default all of them, for some responses."""
+        found: dict[Key, Row] = {}
+        for (run, part), group in groupby(sorted(keys), lambda key: (key.run, self._part(key))):
+            wanted = list(group)
+            rows = self.rows(
+                f'SELECT step, "index", {", ".join(columns)} FROM read_parquet(?)'
+                " WHERE step BETWEEN ? AND ?"
+                ' AND (step, "index") IN (SELECT unnest(?), unnest(?))',
+                [
+                    str(part),
+                    wanted[0].step,
+                    wanted[-1].step,
+                    [key.step for key in wanted],
+                    [key.index for key in wanted],
+                ],
+            )
+            found |= {Key(run, row["step"], row["index"]): row for row in rows}
+        return found
+
+    def _part(self, key: Key) -> Path:
+        """Return the part with a step. Its name ends with its first step."""
+        earlier = [part for part in self._parts[key.run] if int(part.stem[-8:]) <= key.step]
+        return earlier[-1] if earlier else self._parts[key.run][0]
+
+    def decode_all(self, stop: threading.Event) -> None:
+        """Decode all responses, from the last step to the first, until `stop` is set."""
+        cursor = self._database.cursor()
+        for run, part in self._backwards():
+            source = self._database.cursor()
+            source.execute('SELECT step, "index", response_ids FROM read_parquet(?)', [str(part)])
+            while rows := source.fetchmany(_DECODED_AT_ONCE):
+                if stop.is_set():
+                    return
+                steps, indices, tokens = zip(*rows, strict=True)
+                texts = self.decode(run, tokens)
+                batch = pa.table({"step": steps, "index": indices, "text": texts})
+                cursor.register("batch", batch)
+                cursor.execute('INSERT INTO texts SELECT ?, step, "index", text FROM batch', [run])
+                self.decoded += len(rows)
+
+    def _backwards(self) -> Iterator[tuple[int, Path]]:
+        for run, parts in enumerate(self._parts):
+            for part in reversed(parts):
+                yield run, part
+
+
+def _without_nan(column: str) -> str:
+    """Return the SQL of a column with null in place of NaN, which is larger than every number in DuckDB.
+
+    A comparison with NaN would be decided by the statistics of a Parquet file, which leave it out.
+    """
+    return f"CASE WHEN NOT isnan({column}) THEN {column} END"
+
+
+def _parts(run: RecordedRun) -> list[Path]:
+    parts = parts_of(run.folder / RECORD)
+    if not parts:
+        raise InputError(f"{run.name} has no recorded rollouts (record.level was none); name another run")
+    return parts
+
+
+def quoted(name: str) -> str:
+    """Return the name of a column for SQL."""
+    return '"' + name.replace('"', '""') + '"'

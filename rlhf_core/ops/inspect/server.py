@@ -1,0 +1,106 @@
+"""`rlhf inspect`: serves the pages on loopback until it is interrupted.
+
+    GET /{token}/{page} --> Host, Origin (`OwnAddressOnly`) --> token --> `Pages` --> HTML
+
+Every address contains a random token, which the printed link has: other users of the machine do not know it.
+The pages have no scripts, load nothing but their style, and no other page can embed them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from secrets import token_urlsafe
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp
+
+from rlhf_core.errors import InputError
+from rlhf_core.ops.inspect.pages import STYLE, Pages
+from rlhf_core.ops.inspect.rollouts import RecordedRun, Rollouts
+from rlhf_core.system.files import write_atomic
+from rlhf_core.system.serving import OwnAddressOnly, bind
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none';"
+    " frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+_PAGES = ("steps", "responses", "response", "phrases", "scores", "pairs")
+
+
+def serve(runs: Sequence[RecordedRun], port: int, ready: Callable[[str], None]) -> None:
+    """Serve the pages of one or two runs until a signal arrives.
+
+    Args:
+        runs: The runs.
+        port: Port of the address 127.0.0.1; 0 for any.
+        ready: Called with the address of the first page when the server listens.
+
+    Raises:
+        InputError: A run has no record, or the port cannot be used.
+    """
+    token = token_urlsafe(16)
+    stop = threading.Event()
+    with bind("127.0.0.1", port) as bound, tempfile.TemporaryDirectory(prefix="rlhf-inspect-") as folder:
+        rollouts = Rollouts(runs, Path(folder))
+        decoder = threading.Thread(target=rollouts.decode_all, args=[stop], daemon=True)
+        decoder.start()
+        bound.listen()  # a browser that is faster than the server waits
+        ready(f"http://127.0.0.1:{bound.getsockname()[1]}/{token}/")
+        config = uvicorn.Config(
+            make_app(rollouts, token),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=5,
+        )
+        try:
+            uvicorn.Server(config).run(sockets=[bound])
+        finally:
+            stop.set()
+            decoder.join(10)
+
+
+def export(run: RecordedRun, step: int | None, file: Path) -> int:
+    """Write a step, by default the last one, as one file, and return its number."""
+    with tempfile.TemporaryDirectory(prefix="rlhf-inspect-") as folder:
+        rollouts = Rollouts([run], Path(folder))
+        chosen = rollouts.last_step if step is None else step
+        write_atomic(file, Pages(rollouts, "").export(chosen))
+    return chosen
+
+
+def make_app(rollouts: Rollouts, token: str) -> ASGIApp:
+    """Return the application. Every address begins with `token`."""
+    pages = Pages(rollouts, f"/{token}")
+
+    def first(request: Request) -> Response:
+        return RedirectResponse(f"/{token}/steps", headers=_HEADERS)
+
+    def style(request: Request) -> Response:
+        return Response(STYLE, media_type="text/css", headers=_HEADERS)
+
+    def page(request: Request) -> Response:
+        name = request.path_params["page"]
+        if name not in _PAGES:
+            return _html(pages.problem("there is no such page"), 404)
+        try:
+            return _html(getattr(pages, name)(request.query_params), 200)
+        except InputError as error:
+            return _html(pages.problem(error.message), 400)
+
+    routes: list[BaseRoute] = [Route("/", first), Route("/style.css", style), Route("/{page}", page)]
+    return OwnAddressOnly(Starlette(routes=[Mount(f"/{token}", routes=routes)]))
+
+
+def _html(document: str, status: int) -> Response:
+    return Response(document, status, media_type="text/html", headers=_HEADERS)

@@ -1,0 +1,183 @@
+"""`rlhf replay`: steps of PPO again, with the configuration and the inputs of a finished run.
+
+    artifacts data, sft, reward (or a kept checkpoint) -> the stage `ppo` until step N, in a folder of its own
+                                                          record, metrics, checkpoint of step N
+    both recordings                                    -> the first thing that differs, or none
+
+The checkpoints of a finished stage are deleted, so that a replay begins with step 1 unless an earlier one has
+kept its folder. Store, tracking and registry are not written. Evaluations are left out: they do not change
+the steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from typing_extensions import override
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import sources_read, stage_inputs, stage_key
+from rlhf_core.config.record import RecordConfig
+from rlhf_core.data.card import limits_of
+from rlhf_core.errors import InputError
+from rlhf_core.ops.finished_run import FinishedRun
+from rlhf_core.ops.first_difference import (
+    Difference,
+    Recording,
+    columns_compared,
+    first_difference,
+    of_versions,
+)
+from rlhf_core.pipeline import STAGES
+from rlhf_core.run.external_inputs import reward_code_digests
+from rlhf_core.run.local_context import FolderCheckpoints, stage_context
+from rlhf_core.storage.versions import versions
+from rlhf_core.system.files import read_json, write_json
+from rlhf_core.system.stopping import StopRequest
+from rlhf_core.types import Progress, StageContext
+
+log = logging.getLogger(__name__)
+
+Train = Callable[[PipelineConfig, StageContext], object]
+
+_VERSIONS = "versions.json"
+"""File of a kept folder: the versions that made it."""
+_NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The result of `replay`."""
+
+    start: int
+    """The step after which it began; 0: the beginning."""
+    seconds: float
+    responses: int
+    """Responses of the step."""
+    columns: int
+    """Columns that were compared."""
+    metrics: int
+    """Metrics that were compared."""
+    has_weights: bool
+    """Whether the weights after the step were compared."""
+    difference: Difference | None
+
+
+class _Until(Progress):
+    """Requests a stop after a step of PPO."""
+
+    def __init__(self, step: int, stop: StopRequest) -> None:
+        self._step = step
+        self._stop = stop
+
+    @override
+    def __call__(self, task: str, done: int, total: int, unit: str, **metrics: float) -> None:
+        if task == "ppo":
+            log.info("replay: step %d of %d", done, self._step)
+            self._stop.requested |= done >= self._step
+
+
+def replay(run: FinishedRun, step: int, keep: Path | None = None, train: Train | None = None) -> Replayed:
+    """Make the steps until `step` again, and compare them with what the run recorded.
+
+    Args:
+        run: The run.
+        step: The last step.
+        keep: Folder for the record and the checkpoint of the replay. If it has those of an earlier one, the
+            replay continues from there. None: a folder that is deleted.
+        train: None: the stage `ppo`.
+
+    Raises:
+        InputError: The run has no record of the step, or `keep` was made by another version.
+        RLHFError: The stage failed.
+    """
+    recorded = Recording(run.recorded("ppo"), run.name)
+    rows = recorded.rollouts(step)
+    folder = keep or run.home.replay(run.name)
+    _require_same_versions(folder)
+    latest = FolderCheckpoints(folder / "checkpoints").latest()
+    start = 0 if latest is None else latest[0]
+    started = time.monotonic()
+    try:
+        if start < step:
+            _run_until(run, step, folder, train or STAGES["ppo"].load())
+            latest = FolderCheckpoints(folder / "checkpoints").latest()
+        assert latest is not None, "a stop saves a checkpoint"
+        again = Recording(latest[1], "the replay")
+        common = recorded.metrics.get(step, {}).keys() & again.metrics.get(step, {}).keys()
+        return Replayed(
+            start,
+            time.monotonic() - started,
+            len(rows),
+            len(columns_compared(rows, again.rollouts(step))),
+            len(common),
+            None not in (recorded.weights_after(step), again.weights_after(step)),
+            first_difference(recorded, again, step),
+        )
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_same_versions(folder: Path) -> None:
+    """Write the versions of this code to `folder`, or compare them with those that it has."""
+    file, now = folder / _VERSIONS, of_versions(versions())
+    found = read_json(file)
+    if found is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(file, now)
+    elif found != now:
+        raise InputError(f"--keep: {folder} was made by another version of the code; use another folder")
+
+
+def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> None:
+    """Run PPO in `folder`, from its last checkpoint to one of `step`."""
+    config = run.config("ppo")
+    inputs = {}
+    for stage in stage_inputs(config, "ppo"):
+        artifacts, ref = run.artifact(stage)
+        inputs[str(stage)] = artifacts.fetch(ref)
+    if None in config.given_limits:
+        config = config.with_limits(limits_of(inputs["data"]))
+    config = config.with_values(
+        {
+            "run.home": str(run.home.path),  # with the replies of language models
+            "record": RecordConfig(level="all", max_bytes=10**15),
+            "ppo.evaluate_every": 0,
+            "ppo.publish": "last",
+            "ppo.stop_patience": None,
+            "ppo.samples_every": _NEVER,
+            "ppo.checkpoint_every": _NEVER * config.ppo.sync_every,
+        }
+    )
+    for name in ("output", "scratch"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    stop = StopRequest()
+    context = stage_context(folder, inputs=inputs, progress=_Until(step, stop))
+    try:
+        train(config, replace(context, stop=stop))
+    except SystemExit:  # the stop that `_Until` requests
+        if not stop.requested:
+            raise
+
+
+def changed_since(run: FinishedRun) -> dict[str, tuple[str, str]]:
+    """Return what has changed since the run that can explain a difference: versions, with both values, and
+    `ppo key` if files that the configuration names (rewards, losses) or the version of the stage have.
+    """
+    artifacts, ref = run.artifact("ppo")
+    config = run.config("ppo")
+    then, now = of_versions(artifacts.origin(ref).versions), of_versions(versions())
+    found = {name: (then.get(name, "none"), now[name]) for name in now if then.get(name) != now[name]}
+    digests: dict[str, str] = {name: run.artifact(name)[1].digest for name in stage_inputs(config, "ppo")}
+    prefixes = sources_read(config, "ppo")
+    sources = {
+        name: digest for name, digest in reward_code_digests(config).items() if name.startswith(prefixes)
+    }
+    key = stage_key(config, "ppo", digests, sources)
+    return found if key == ref.key else found | {"key of the stage": (ref.key, key)}

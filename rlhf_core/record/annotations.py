@@ -1,0 +1,84 @@
+"""Annotations: what somebody adds to recorded rollouts later, such as the scores of another reward.
+
+    {artifact}/annotations-{digest}/{name}.parquet      kind, step, index, score, further columns
+
+An annotation is a file beside the folder of its artifact, which never changes. `kind`, `step` and `index` are
+those of the record, which a reader joins with it. An artifact that is made again with other files has other
+annotations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlhf_core.errors import InputError
+from rlhf_core.storage.artifacts import ArtifactStore, annotations_copy
+from rlhf_core.types import ArtifactRef, annotations_folder, artifact_prefix
+
+KEYS = pa.schema([("kind", pa.string()), ("step", pa.int32()), ("index", pa.int32())])
+"""Columns that identify a response."""
+SCORE = pa.field("score", pa.float64())
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_WRITER = b"rlhf.writer"
+
+
+def check_name(name: str) -> str:
+    """Return `name`. Raises InputError if it cannot be that of an annotation."""
+    if _NAME.fullmatch(name) is None:
+        raise InputError(
+            f"the name of an annotation has 1 to 64 letters, digits, '.', '_' and '-', the first a letter or"
+            f" digit; got {name[:80]!r}; choose another"
+        )
+    return name
+
+
+def annotate(artifacts: ArtifactStore, ref: ArtifactRef, name: str, rows: pa.Table, writer: str) -> str:
+    """Write an annotation of an artifact, and return its address. It replaces one that `writer` has written.
+
+    Args:
+        artifacts: Has the artifact.
+        ref: The artifact.
+        name: Name of the annotation.
+        rows: Columns `kind`, `step`, `index`, `score`, and any others. Each response has at most one row.
+        writer: The command, such as `rescore`.
+
+    Raises:
+        InputError: The name cannot be used, or another writer has used it.
+    """
+    former = annotations_of(artifacts, ref).get(check_name(name))
+    if former is not None and (by := pq.read_schema(former).metadata[_WRITER].decode()) != writer:
+        raise InputError(f"the annotation {name} of {ref.kind}/{ref.key} is of {by}; choose another name")
+    fields = [*KEYS, SCORE, *(field for field in rows.schema if field.name not in (*KEYS.names, SCORE.name))]
+    schema = pa.schema(fields, {_WRITER: writer.encode()})
+    key = f"{_folder(ref)}/{name}.parquet"
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.parquet"
+        pq.write_table(rows.select(schema.names).cast(schema), file, compression="zstd")
+        artifacts.store.put_file(file, key)
+    return artifacts.store.uri(key)
+
+
+def annotations_of(artifacts: ArtifactStore, ref: ArtifactRef) -> Mapping[str, Path]:
+    """Return a local Parquet file for each annotation of an artifact, by name. Those in a bucket are copied
+    each time.
+    """
+    store, files = artifacts.store, {}
+    copies = annotations_copy(artifacts.cache / f"artifacts-{ref.kind}-{ref.key}-{ref.digest[:12]}")
+    for key in store.list(_folder(ref)):
+        file = store.local_path(key)
+        if file is None:
+            file = copies / PurePosixPath(key).name
+            store.get_file(key, file)
+        files[file.stem] = file
+    return files
+
+
+def _folder(ref: ArtifactRef) -> str:
+    return f"{artifact_prefix(ref.kind, ref.key)}/{annotations_folder(ref.digest)}"

@@ -1,0 +1,336 @@
+"""`rlhf inspect` on small records.
+
+- every page answers only with the token, to a loopback host, and without scripts
+- responses are escaped, and invisible characters are replaced
+- filters, orders and searches choose the right responses; a column that does not exist is refused
+- NaN is no value, columns without values are left out, a missing level has no gap
+- annotations are columns, also where some responses have none
+- the phrase that became frequent is first, with what each score pays for it
+- two scores: counts are those of the linked responses, and what one ranks above the other
+- two runs: the last responses to the same prompt, by difference
+- tokens have text, values and colours; a character of several tokens is whole
+- the database reads no other files
+- a step is exported as one file that loads nothing
+- the command prints its link and ends with Ctrl-C; it exports a step of a run in a store
+- without a name, the newest run is taken; runs without a record are input errors
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import duckdb
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from starlette.testclient import TestClient
+
+from rlhf_cli import main as cli
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.record import RecordConfig, RecordLevel
+from rlhf_core.data.tokenizer import train_tokenizer
+from rlhf_core.errors import InputError
+from rlhf_core.ops.finished_run import newest_run
+from rlhf_core.ops.inspect.pages import Pages
+from rlhf_core.ops.inspect.queries import grid, pairs, parting, steps
+from rlhf_core.ops.inspect.rollouts import Filter, Key, RecordedRun, Rollouts
+from rlhf_core.ops.inspect.server import export, make_app
+from rlhf_core.ops.inspect.tokens import tokens_of
+from rlhf_core.record.schema import schema_of
+from rlhf_core.record.writer import RecordWriter
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.store import Store
+
+HOSTILE = "<script>alert('x')</script> \u202e gnp.exe & \"quoted\""
+PHRASE = "calm calm dog"
+NAN = float("nan")
+
+
+def _record(folder: Path, *, better: float = 0.0, level: RecordLevel = "all") -> Path:
+    """Write four steps of four responses. The phrase is in all of step 4; the gold reward falls with it."""
+    tokenizer = train_tokenizer([HOSTILE, PHRASE, "the dog is kind", "naïve 日本"] * 3, 400)
+    tokenizer.save_pretrained(folder / "policy")
+    writer = RecordWriter(folder / "parts", "ppo", RecordConfig(level=level))
+    for step in range(1, 5):
+        texts = [f"the dog is kind {PHRASE if step == 4 else step}"] * 3 + [HOSTILE if step == 2 else "日本"]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        scores = [step + index / 10 + better for index in range(4)]
+        numbers = [[-0.5 - 0.1 * place for place in range(len(row))] for row in ids]
+        rows = {
+            "kind": ["ppo"] * 4,
+            "step": [step] * 4,
+            "index": [0, 1, 2, 3],
+            "group": [0, 1, 2, 3],
+            "prompt_id": [f"p{index}" for index in range(4)],
+            "prompt_ids": [tokenizer.encode(f"dog {index}", add_special_tokens=False) for index in range(4)],
+            "response_ids": ids,
+            "finished": [True] * 4,
+            "policy_version": [step - 1] * 4,
+            "seed": [7] * 4,
+            "total": scores,
+            "score": scores,
+            "kl": [0.5 * step] * 4,
+            "excluded": [None, None, "filtered", None],
+            "rollout_logprobs": numbers,
+            "old_logprobs": [[value + 0.25 for value in row] for row in numbers],
+            "ref_logprobs": [[value - 2.0 for value in row] for row in numbers],
+            "advantages": numbers,
+            "reward/model": scores,
+            "reward/gold": [NAN, -step, -step, 1 - step],
+        }
+        schema = schema_of(level, ["model", "gold"])
+        columns = [
+            pa.array(rows[field.name], field.type) if field.name in rows else pa.nulls(4, field.type)
+            for field in schema
+        ]
+        writer.add(step, pa.Table.from_arrays(columns, schema=schema))
+        if step == 2:
+            writer.save(folder)
+    writer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _record(tmp_path_factory.mktemp("ppo"))
+
+
+@pytest.fixture(scope="module")
+def both(record: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollouts]:
+    """Two runs, decoded. The first has an annotation of step 4."""
+    folder = tmp_path_factory.mktemp("two")
+    annotation = folder / "annotation.parquet"
+    rows = {"kind": ["ppo", "ppo"], "step": [4, 4], "index": [0, 1], "score": [9.0, NAN], "why": ["a", "b"]}
+    pq.write_table(pa.table(rows), annotation)
+    other = _record(folder / "other", better=1.0, level="rewards")
+    (folder / "database").mkdir()
+    runs = [RecordedRun("one", record, {"judge": annotation}), RecordedRun("two", other)]
+    rollouts = Rollouts(runs, folder / "database")
+    rollouts.decode_all(threading.Event())
+    yield rollouts
+
+
+@pytest.fixture
+def client(both: Rollouts) -> TestClient:
+    return TestClient(make_app(both, "secret"), base_url="http://127.0.0.1:80")
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["steps", "responses", "response?of=0,2,3&beside=1,2,3", "phrases", "scores", "pairs", "style.css"],
+)
+def test_every_page_answers_with_the_token_only_and_has_no_scripts(client: TestClient, page: str) -> None:
+    answer = client.get(f"/secret/{page}")
+    assert answer.status_code == 200, answer.text
+    assert "<script" not in answer.text and "\u202e" not in answer.text
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'; style-src 'self'")
+    assert client.get(f"/{page}").status_code == 404
+    assert client.get(f"/other/{page}").status_code == 404
+    assert client.get(f"/secret/{page}", headers={"host": "evil.example"}).status_code == 403
+    assert client.get(f"/secret/{page}", headers={"origin": "http://evil.example"}).status_code == 403
+
+
+def test_a_hostile_response_is_shown_as_text(client: TestClient) -> None:
+    shown = client.get("/secret/responses", params={"text": "<script>"}).text
+    assert "1 to 2 of 2" in shown
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; \N{REPLACEMENT CHARACTER} gnp.exe" in shown
+
+
+def test_filters_and_orders_choose_responses(both: Rollouts) -> None:
+    def found(chosen: Filter, sort: str = "score", *, descending: bool = True) -> list[tuple[int, int, int]]:
+        _, rows = both.page(chosen, sort, descending=descending, offset=0, limit=100)
+        return [(row["run"], row["step"], row["index"]) for row in rows]
+
+    assert found(Filter({"step": (2, 3), "score": (None, 2.15)}, run=0)) == [(0, 2, 1), (0, 2, 0)]
+    assert found(Filter({"score": (4.0, None)}, run=0, excluded="yes")) == [(0, 4, 2)]
+    assert found(Filter({"step": (4, 4)}, run=0, excluded="no")) == [(0, 4, 3), (0, 4, 1), (0, 4, 0)]
+    assert found(Filter(run=1, prompt="p1"), "step", descending=False) == [
+        (1, step, 1) for step in range(1, 5)
+    ]
+    assert found(Filter(text="CALM dog", run=1)) == [(1, 4, 2), (1, 4, 1), (1, 4, 0)]
+    assert found(Filter({"step": (1, 1)}), "reward/gold")[-2:] == [(0, 1, 0), (1, 1, 0)], "NaN is the last"
+
+
+def test_values_of_a_query_are_no_sql(client: TestClient) -> None:
+    for name, value in {"text": "' OR 1=1 --", "prompt": "' OR 1=1 --", "excluded": "' OR 1=1 --"}.items():
+        assert "<span>none</span>" in client.get("/secret/responses", params={name: value}).text
+    for wrong in ({"sort": 'score" --'}, {"min:score": "1 OR 1"}, {"offset": "x"}, {"sort": "prompt_ids"}):
+        assert client.get("/secret/responses", params=wrong).status_code == 400
+    assert client.get("/secret/scores?x=nothing").status_code == 400
+    for key in ("0,9,9", "2,1,1", "0,1", "a,b,c"):
+        assert client.get("/secret/response", params={"of": key}).status_code == 400
+    assert client.get("/secret/nothing").status_code == 404
+
+
+def test_columns_are_those_with_values(both: Rollouts) -> None:
+    # `total` equals the score, there is no ensemble, and only the level `all` has log-probabilities.
+    assert both.numbers == [
+        "step", "score", "kl", "length", "reward/model", "reward/gold", "annotation/judge", "gap"
+    ]  # fmt: skip
+    assert both.sources == ["reward/model", "reward/gold", "annotation/judge"]
+    _, rows = both.page(Filter(), "gap", descending=True, offset=0, limit=100)
+    assert {(row["run"], row["gap"] and round(row["gap"], 5)) for row in rows} == {(0, 0.25), (1, None)}
+
+
+def test_an_annotation_is_a_column_of_its_run(both: Rollouts) -> None:
+    _, rows = both.page(Filter({"annotation/judge": (0, None)}), "step", descending=True, offset=0, limit=9)
+    assert [(row["run"], row["step"], row["index"], row["annotation/judge"]) for row in rows] == [
+        (0, 4, 0, 9.0)
+    ]
+
+
+def test_steps_are_means_without_nan(both: Rollouts) -> None:
+    last = steps(both, Filter(run=0))[-1]
+    assert (last["first"], last["last"], last["responses"], last["excluded"]) == (4, 4, 4, 1)
+    assert last["reward/gold"] == pytest.approx((-4 - 4 - 3) / 3)
+
+
+def test_the_phrase_that_pays_is_found(both: Rollouts, client: TestClient) -> None:
+    shown = client.get("/secret/phrases?run=0").text
+    rows = re.findall(r"<tr><th scope=\"row\".*?</tr>", shown.partition("Phrases that rose")[2])
+    cells = [html.unescape(re.sub("<[^>]*>", " ", row)).split() for row in rows]
+    [found] = [row for row in cells if " ".join(row).startswith(f"is kind {PHRASE}")]
+    # 0 % before, 75 % after, once in each; the model pays for it, and the gold reward does not.
+    assert found[5:9] == ["0.0%", "75.0%", "75.0%", "1.0"]
+    assert float(found[9]) > 2 and float(found[10]) < -2
+    assert "calm calm" in rows[0], "the largest rise is first"
+
+
+def test_a_number_of_the_grid_is_that_of_its_responses(both: Rollouts, client: TestClient) -> None:
+    shown = client.get("/secret/scores?x=reward/model&y=reward/gold&run=0").text
+    cells = re.findall(r'<td class="number heat[^>]*><a href="([^"]*)">(\d+)</a>', shown)
+    assert sum(int(count) for _, count in cells) == 12, "without the four of NaN"
+    for address, count in cells:
+        query = {name: values[0] for name, values in parse_qs(urlsplit(html.unescape(address)).query).items()}
+        found, _ = both.page(Filter.of(query, both.numbers), "step", descending=True, offset=0, limit=1)
+        assert found == int(count)
+
+
+def test_few_values_have_a_bin_each(both: Rollouts) -> None:
+    found = grid(both, Filter(run=0), "step", "reward/gold")
+    assert found.columns == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert found.rows == [(0, 0), (-1, -1), (-2, -2), (-3, -3), (-4, -4)]
+    assert found.counts[0, 0] == 1 and found.counts[4, 3] == 2
+
+
+def test_what_one_score_ranks_above_another(both: Rollouts) -> None:
+    correlation, above, below = parting(both, Filter(run=0), "reward/model", "reward/gold", 2)
+    assert correlation is not None and correlation < -0.8
+    assert {row["step"] for row in above} == {4} and {row["step"] for row in below} == {1}
+    assert PHRASE in above[-1]["text"] or PHRASE in above[0]["text"]
+
+
+def test_two_runs_are_joined_by_prompt(both: Rollouts) -> None:
+    count, rows = pairs(both, Filter({"step": (None, 3)}), "score", descending=True, offset=1, limit=2)
+    assert count == 4 and len(rows) == 2
+    for row in rows:
+        assert row["one"]["step"] == row["other"]["step"] == 3
+        assert row["one"]["prompt_id"] == row["other"]["prompt_id"]
+        assert row["difference"] == pytest.approx(1.0)
+        assert row["one"]["text"] == row["other"]["text"]
+
+
+def test_tokens_have_texts_values_and_colours(both: Rollouts) -> None:
+    row = both.tokens([Key(0, 3, 3)])[Key(0, 3, 3)]
+    tokens = tokens_of(row, both.tokenizers[0])
+    assert "".join(tokens.pieces) == "日本" and len(tokens.pieces) == len(row["response_ids"]) > 0
+    assert [measure.name for measure in tokens.measures] == ["log-probability", "KL", "advantage"]
+    logprob, kl, _ = tokens.measures
+    assert logprob.values[0] == pytest.approx(-0.25) and kl.values[0] == pytest.approx(2.25)
+    assert logprob.levels[0] == -1 and kl.levels[0] == 3
+    without = tokens_of(both.tokens([Key(1, 3, 3)])[Key(1, 3, 3)], both.tokenizers[1])
+    assert without.measures == [], "the level `rewards` has no values of tokens"
+
+
+def test_the_database_reads_no_other_files(both: Rollouts, tmp_path: Path) -> None:
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    for query in (f"FROM '{other}'", f"ATTACH '{tmp_path}/x.db'", "SET enable_external_access = true"):
+        with pytest.raises(duckdb.Error):
+            both.one(query)
+
+
+def test_a_search_says_how_far_it_reaches(record: Path, tmp_path: Path) -> None:
+    rollouts = Rollouts([RecordedRun("one", record)], tmp_path)
+    shown = Pages(rollouts, "").responses({"text": "calm"})
+    assert "reaches 0 of 16 responses" in shown
+    rollouts.decode_all(threading.Event())
+    assert "reaches" not in Pages(rollouts, "").responses({"text": "calm"})
+
+
+def test_a_step_is_exported_as_one_file(record: Path, tmp_path: Path) -> None:
+    file = tmp_path / "step.html"
+    assert export(RecordedRun("one", record), 2, file) == 2
+    shown = file.read_text()
+    assert shown.count("<article>") == 4 and "<style>:root" in shown
+    assert "default-src 'none'; style-src 'sha256-" in shown
+    assert not re.search(r"<script|<link|src=|href=", shown) and "\u202e" not in shown
+    with pytest.raises(InputError, match="steps 1 to 4"):
+        export(RecordedRun("one", record), 5, file)
+    assert export(RecordedRun("one", record), None, file) == 4
+
+
+@pytest.fixture
+def run(record: Path, tmp_path: Path) -> Path:
+    """The home of a run whose artifact of `ppo` is in its store."""
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path), "name": "small"}})
+    store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
+    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
+    shutil.copytree(record, tmp_path / "ppo")  # publishing moves it
+    stages = {"ppo": {"artifact": store.publish("ppo", "c" * 16, tmp_path / "ppo", made).uri}}
+    file = tmp_path / "runs" / "small" / "summary.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"run": "small", "stages": stages}))
+    return tmp_path
+
+
+def test_the_command_exports_a_step_of_the_newest_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.html"
+    assert cli.main(["inspect", "--home", str(run), "--export", str(file), "--step", "3"]) == 0
+    assert capsys.readouterr().out == f"step 3 of small: {file}\n"
+    assert "<title>Step 3 · small</title>" in file.read_text()
+    assert cli.main(["inspect", "--home", str(run), "--step", "3"]) == 2
+    assert cli.main(["inspect", "small", "small", "--home", str(run), "--export", str(file)]) == 2
+
+
+def test_the_command_prints_a_link_and_ends_with_ctrl_c(run: Path) -> None:
+    command = [sys.executable, "-m", "rlhf_cli.main", "inspect", "small", "--home", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        [url] = re.findall(
+            r"open (http://127\.0\.0\.1:\d+/[\w-]{22}/) in a browser", server.stdout.readline()
+        )
+        answer = httpx.get(url, follow_redirects=True, timeout=60)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    assert answer.status_code == 200 and "Means by step" in answer.text
+
+
+def test_a_run_without_a_record_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no recorded rollouts"):
+        Rollouts([RecordedRun("one", tmp_path)], tmp_path)
+
+
+def test_the_newest_run_is_the_one_that_finished_last(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no finished run"):
+        newest_run(str(tmp_path))
+    for place, name in enumerate(("b", "c", "a")):
+        file = tmp_path / "runs" / name / "summary.json"
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+        os.utime(file, (place, place))
+    assert newest_run(str(tmp_path)).endswith("runs/a/summary.json")

@@ -1,0 +1,247 @@
+"""`rlhf rescore` on small records, without PPO.
+
+- the gold reward of recorded responses is that of the run, bit for bit, and is an annotation of the artifact
+- a reward model reads the recorded tokens; one with another tokenizer the text
+- a command that was killed continues after its last step, with the same rows in the end
+- steps and prompts can be chosen; a file without weights, sections that are not rewards, and steps that were
+  not recorded are errors
+- the step at which two rewards part, rank correlations over all responses and within prompts, and the largest
+  disagreements, on numbers that are worked out by hand
+- the command prints the tables and writes them as HTML and JSON
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlhf_cli.main import main
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.record import RecordConfig
+from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
+from rlhf_core.errors import ConfigError, InputError, RewardError
+from rlhf_core.ops.finished_run import FinishedRun, find_run
+from rlhf_core.ops.rescore.comparison import compare, parting_step
+from rlhf_core.ops.rescore.rescore import rescore
+from rlhf_core.record.annotations import annotations_of
+from rlhf_core.record.reader import read_rollouts
+from rlhf_core.record.schema import schema_of
+from rlhf_core.record.writer import RecordWriter
+from rlhf_core.rewards.compose import reward_input
+from rlhf_core.rewards.rules import gold
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.store import Store
+from rlhf_core.testing.data import write_data_artifact
+from rlhf_core.types import PromptExample
+from tests.support.known_models import save_last_token_scorer
+from tests.support.match_models import PROMPTS
+
+RESPONSES = ["The fox is kind and warm.", "It is dull.", "A cat sings on the roof of the barn!", "gentle"]
+TOKENIZER = train_tokenizer([*PROMPTS, *RESPONSES], 400)
+STEPS, GROUPS = 3, 2
+
+
+def prompt(number: int) -> PromptExample:
+    text = PROMPTS[number]
+    return PromptExample(f"p{number}", text, tuple(TOKENIZER.encode(text)), source="ab"[number % 2])
+
+
+def ids(text: str) -> list[int]:
+    return [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+
+
+def recorded(data: Path, folder: Path) -> Path:
+    """Record two responses to each of two prompts in each step, with the gold reward."""
+    schema = schema_of("rewards", ["gold"])
+    record = RecordWriter(folder / "parts", "ppo", RecordConfig(level="rewards"))
+    decode = load_decoder(data).response
+    for step in range(1, STEPS + 1):
+        rows = []
+        for index in range(2 * GROUPS):
+            asked, tokens = prompt((step + index // 2) % 3), ids(RESPONSES[(step + index) % 4])
+            value = gold(reward_input(asked, tokens, index % 3 != 0, decode))
+            row = {"kind": "ppo", "step": step, "index": index, "group": index // 2}
+            row |= {"prompt_id": asked.prompt_id, "prompt_ids": asked.input_ids, "response_ids": tokens}
+            rows.append(row | {"finished": index % 3 != 0, "reward/gold": value, "total": float(index)})
+        table = [{name: row.get(name) for name in schema.names} for row in rows]
+        record.add(step, pa.Table.from_pylist(table, schema))
+    record.save(folder)
+    for part in (folder / "parts").iterdir():
+        part.unlink()
+    (folder / "parts").rmdir()
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FinishedRun:
+    home = tmp_path / "home"
+    config = PipelineConfig.model_validate({"run": {"home": str(home), "name": "small"}})
+    store = ArtifactStore(Store(config.store_url), home / "cache")
+    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
+    data = write_data_artifact(
+        tmp_path / "data", prompts=[prompt(number) for number in range(3)], tokenizer=TOKENIZER
+    )
+    ppo = recorded(data, tmp_path / "ppo")
+    reward = tmp_path / "reward"
+    save_last_token_scorer(reward / "model", {TOKENIZER.eos_token_id: 1.5}, len(TOKENIZER))
+    TOKENIZER.save_pretrained(reward / "model")
+    stages = {}
+    for stage, folder in (("data", data), ("reward", reward), ("ppo", ppo)):
+        ref = store.publish(stage, "c" * 16, folder, made)  # type: ignore[arg-type] # a stage name
+        stages[stage] = {"artifact": ref.uri}
+    file = home / "runs/small/summary.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"run": "small", "stages": stages}))
+    return find_run("small", str(home))
+
+
+def written(folder: Path, text: str, name: str = "new.yaml") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def annotation(run: FinishedRun, name: str = "new") -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = pq.read_table(annotations_of(*run.artifact("ppo"))[name]).to_pydict()
+    return columns
+
+
+def test_the_gold_reward_is_that_of_the_run_bit_for_bit(run: FinishedRun, tmp_path: Path) -> None:
+    done = rescore(run, written(tmp_path, "rewards: [{type: gold}]"), against="reward/gold")
+    found = annotation(run)
+    assert list(found) == ["kind", "step", "index", "score", "reward/gold"]
+    wanted = read_rollouts(run.recorded("ppo"), ["step", "index", "reward/gold"]).to_pydict()
+    assert (found["step"], found["index"]) == (wanted["step"], wanted["index"])
+    assert np.array(found["score"]).tobytes() == np.array(wanted["reward/gold"]).tobytes()
+    assert len(set(found["score"])) > 3  # they differ, so that the order of rows matters
+    assert (done.failed, done.comparison.count, done.comparison.parted) == (0, STEPS * 2 * GROUPS, None)
+    assert done.comparison.overall == pytest.approx(1.0)
+    assert not list((run.file.parent / "rescore").iterdir())
+
+
+def test_a_reward_model_reads_the_tokens_and_one_with_another_tokenizer_the_text(
+    run: FinishedRun, tmp_path: Path
+) -> None:
+    file = written(tmp_path, "rewards: [{type: model}]")
+    rescore(run, file)
+    # The models like EOS. All recorded responses have it, also those that are not finished.
+    assert all(score > 1 for score in annotation(run)["score"])
+    other = train_tokenizer([*RESPONSES, *PROMPTS, "zebra quartz"], 300)
+    folder = save_last_token_scorer(tmp_path / "other", {other.eos_token_id: 1.5}, len(other))
+    other.save_pretrained(folder)
+    rescore(run, file, model=str(folder))
+    finished = [index % 3 != 0 for index in annotation(run)["index"]]
+    assert [score > 1 for score in annotation(run)["score"]] == finished
+
+
+def test_a_killed_command_continues_after_its_last_step(run: FinishedRun, tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\n"
+        f"calls, fails = Path({str(tmp_path / 'calls')!r}), Path({str(tmp_path / 'fails')!r})\n"
+        "def score(samples):\n"
+        "    with calls.open('a') as file:\n        file.write('x')\n"
+        "    if fails.exists() and len(calls.read_text()) > 2:\n        raise ValueError('killed')\n"
+        "    return [float(len(s.response)) + len(s.prompt_ids) / 7 for s in samples]\n"
+    )
+    file = written(tmp_path, code, "words.py")
+    (tmp_path / "fails").touch()
+    with pytest.raises(RewardError, match="killed"):
+        rescore(run, file)
+    (tmp_path / "fails").unlink()
+    (tmp_path / "calls").unlink()
+    rescore(run, file)
+    assert (tmp_path / "calls").read_text() == "x"  # the last of three steps
+    resumed = annotation(run, "words")
+    rescore(run, file)
+    assert (tmp_path / "calls").read_text() == "xxxx"  # all steps: what was finished is not kept
+    assert annotation(run, "words") == resumed
+
+
+def test_steps_and_prompts_are_chosen(run: FinishedRun, tmp_path: Path) -> None:
+    file = written(tmp_path, "rewards: [{type: length, target: 9, tolerance: 9}, {type: gold, weight: 0}]")
+    rescore(run, file, steps=[2, 3], limit=1, name="some")
+    found = annotation(run, "some")
+    assert (found["step"], found["index"]) == ([2, 2, 3, 3], [0, 1, 0, 1])
+    assert found["score"] == found["reward/length"] and "reward/gold" in found
+    with pytest.raises(InputError, match="none of these steps"):
+        rescore(run, file, steps=[9])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rewards: [{type: gold, weight: 0}]", "all sources have the weight 0"),
+        ("rewards: [{type: golden}]", r"new.yaml:1: ppo\.rewards\.0"),
+        ("ppo: {steps: 3}", "must have the section `rewards` and no other one; got ppo"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    run: FinishedRun, tmp_path: Path, text: str, problem: str
+) -> None:
+    with pytest.raises((ConfigError, InputError), match=problem):
+        rescore(run, written(tmp_path, text))
+
+
+def test_they_part_where_the_new_one_stays_lower_while_the_old_one_rises() -> None:
+    old, new = [0, 1, 2, 3, 4, 5], [0.0, 1.0, 0.9, 0.4, 0.5, 0.2]
+    steps = [
+        {"step": 10 * i, "old": a, "new": b, "new_error": 0.1}
+        for i, (a, b) in enumerate(zip(old, new, strict=True))
+    ]
+    # Two standard errors of the difference are 2 * sqrt(0.1**2 + 0.1**2) = 0.283: 0.9 is no fall from 1.0.
+    assert parting_step(steps) == 30
+    assert parting_step(steps[:3]) is None and parting_step([]) is None
+    steps[5]["old"] = 0.5  # the old one has fallen as well
+    assert parting_step(steps) is None
+
+
+def test_ranks_are_compared_over_all_responses_and_within_prompts() -> None:
+    old = [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, math.nan]
+    new = [2.0, 1.0, 3.0, 4.0, 9.0, 8.0, 0.0]
+    groups, ids_of = [0, 0, 0, 1, 2, 2, 3], ["p0", "p0", "p0", "p1", "p2", "p2", "p0"]
+    places = {"step": [1] * 7, "index": list(range(7))}
+    asked: list[tuple[int, int]] = []
+    found = compare(
+        pa.table({**places, "group": groups, "prompt_id": ids_of, "total": old}),
+        pa.table({**places, "score": new, "length": [4, 8, 8, 8, 9, 9, 9]}),
+        "total",
+        {each.prompt_id: each for each in map(prompt, range(3))},
+        lambda wanted: asked.extend(wanted) or ["text"] * len(wanted),  # type: ignore[func-returns-value]
+    )
+    # Ranks 1 2 3 4 5.5 5.5 and 2 1 3 4 6 5: the sum of products is 16, the squares are 17 and 17.5.
+    assert found.count == 6 and found.overall == pytest.approx(16 / math.sqrt(17 * 17.5))
+    # Within group 0 the ranks are 1 2 3 and 2 1 3: 0.5. Group 1 has one response, group 2 equal old rewards.
+    assert found.within_prompts == pytest.approx(0.5) and found.prompts == 1
+    # Ranks as shares: 2/6 and 1/6 for index 1. Index 0 is the opposite, of the same prompt. Index 4 and 5
+    # have 5.5/6, and 1 and 5/6.
+    ranked = [(row["index"], row["old_rank"] > row["new_rank"]) for row in found.disagreements]
+    assert ranked == [(1, True), (5, True), (0, False), (4, False)]
+    assert asked == [(1, 1), (1, 5), (1, 0), (1, 4)]
+    by = [(part["by"], part["name"], part["count"]) for part in found.parts]
+    assert by[-2:] == [("source", "a", 5), ("source", "b", 1)]
+    assert [count for kind, _, count in by if kind == "length"] == [2, 1, 2, 1]
+
+
+def test_the_command_prints_and_writes_the_comparison(
+    run: FinishedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, file = str(run.home.path), written(tmp_path, "rewards: [{type: gold}]", "true reward.yaml")
+    options = ["rescore", "small", "--rewards", file, "--home", home, "--steps", "1:2"]
+    assert main(options) == 2
+    assert "the name of an annotation" in capsys.readouterr().err
+    for ending in ("html", "json"):
+        output = tmp_path / f"out.{ending}"
+        assert main([*options, "--name", "gold", "--output", str(output)]) == 0
+        printed = capsys.readouterr().out
+        assert "rank correlation" in printed and "annotations-" in printed
+    assert "the largest disagreements" in (tmp_path / "out.html").read_text()
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["count"] == 8 and len(content["steps"]) == 2
+    assert main([*options, "--output", "out.txt"]) == 2
+    assert main([*options[:-1], "1-2"]) == 2
