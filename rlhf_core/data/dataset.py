@@ -2,13 +2,16 @@
 
 load_*   a list of all records, for a few rows and for one process
 open_*   records that are made when they are asked for, for training sets: the columns are in one file of
-         each host, which all processes there map into their memory
+         each host, which all processes there map into their memory. It is in `work`, a folder that no other
+         attempt uses
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
+import socket
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -21,7 +24,10 @@ from rlhf_core.config.rewards import AnswerReward, AnyReward
 from rlhf_core.data.answers import gold_answers, is_reachable, rewording
 from rlhf_core.data.formats import field_value
 from rlhf_core.errors import DataError
+from rlhf_core.system.files import replacing
 from rlhf_core.types import PairExample, PromptExample, SFTExample
+
+log = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
 _T = TypeVar("_T")
@@ -50,7 +56,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
 """`meta` is JSON in a string."""
 _ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")}
 """Columns that artifacts of earlier versions do not have."""
-_BATCH_ROWS = 2**15
+_BATCH_ROWS = 2**12
 """Rows that are read at once."""
 
 
@@ -108,11 +114,6 @@ def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
     return [_prompt_example(*row) for row in _read(folder, "prompts", split, tuple(_COLUMNS["prompts"]))]
 
 
-def open_prompts(folder: Path, split: Split, work: Path) -> Rows[PromptExample]:
-    """Return the prompts like `load_prompts`, from a file in `work`, a folder of this host."""
-    return _open(folder, "prompts", split, work, _prompt_example)
-
-
 def _sft_example(ids: Sequence[int], mask: Sequence[int], source: str, group: str | None) -> SFTExample:
     return SFTExample(tuple(ids), tuple(mask), source, group or "")
 
@@ -141,6 +142,12 @@ def load_pair_prompts(folder: Path, split: Split) -> list[tuple[str, str]]:
     """Return the ids of the prompts and of the groups of all preference pairs."""
     rows = _read(folder, "pairs", split, ("prompt_id", "group"))
     return [(prompt_id, group or prompt_id) for prompt_id, group in rows]
+
+
+def read_pair_groups(folder: Path, split: Split) -> Iterator[tuple[str, str]]:
+    """Yield the sources and the groups of all preference pairs, a few of which are in memory."""
+    for source, prompt_id, group in _read(folder, "pairs", split, ("source", "prompt_id", "group")):
+        yield source, group or prompt_id
 
 
 def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
@@ -312,20 +319,23 @@ def _batches(folder: Path, name: str, split: Split, columns: Sequence[str]) -> I
 
 
 def _open(folder: Path, name: str, split: Split, work: Path, make: Callable[..., _T]) -> Rows[_T]:
-    """Return the rows of a file, whose columns are in an uncompressed Arrow file in `work`. The first process
-    of the host makes it, and the others wait.
+    """Return the rows of a file, whose columns are in an uncompressed Arrow file in `work`.
+
+    The first process of the host makes it, and the others wait. Where files cannot be locked, each of them
+    makes it.
     """
     import pyarrow as pa
 
-    mapped = work / f"{name}_{split}.arrow"
+    # Hosts may share the folder after all, and the locks of a network file system can be local to a host.
+    mapped = work / f"{name}_{split}-{socket.gethostname()}.arrow"
     with mapped.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            log.info("%s cannot be locked: %s", lock.name, error)
         if not mapped.exists():
-            part = mapped.with_suffix(".part")
-            with pa.ipc.new_file(part, _schema(name)) as writer:
-                for batch in _batches(folder, name, split, tuple(_COLUMNS[name])):
-                    writer.write_batch(batch)
-            part.replace(mapped)
+            with replacing(mapped) as part:
+                _write_columns(folder, name, split, part)
     file = pa.ipc.open_file(pa.memory_map(str(mapped)))
     batches = [file.get_batch(number) for number in range(file.num_record_batches)]
     readers = [[_reader(column) for column in batch.columns] for batch in batches]
@@ -337,6 +347,19 @@ def _open(folder: Path, name: str, split: Split, work: Path, make: Callable[...,
         return make(*(read(place) for read in readers[batch]))
 
     return Rows(ends[-1] if ends else 0, row)
+
+
+def _write_columns(folder: Path, name: str, split: Split, path: Path) -> None:
+    """Write the columns of all rows as an Arrow file, a few at a time."""
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _schema(name)) as writer:
+            for batch in _batches(folder, name, split, tuple(_COLUMNS[name])):
+                writer.write_batch(batch)
+    except OSError as error:
+        problem = f"cannot write the columns of {name}_{split}: {error}"
+        raise OSError(error.errno, problem, str(path.parent)) from error
 
 
 def _reader(column: Any) -> Callable[[int], Any]:

@@ -15,7 +15,7 @@ from rlhf_core.config.address import base_of
 from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
-from rlhf_core.data.dataset import load_prompts, open_prompts, open_sft, require_answers
+from rlhf_core.data.dataset import load_prompts, open_sft, require_answers
 from rlhf_core.data.tokenizer import Decoder, load_decoder, require_same_tokens
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
@@ -105,7 +105,7 @@ def _started(
 ) -> Iterator[PPOController]:
     """Start the fleet, and yield its controller."""
     data, ppo = context.data, config.ppo
-    prompts = open_prompts(data, "train", context.scratch)
+    prompts = load_prompts(data, "train")  # a list: `StoredRollouts` knows a prompt by its identity
     # The stage `data` has checked the share of answers that can be reached.
     require_answers(prompts, ppo.rewards, most=1.0)
     processes = plan(ppo).processes

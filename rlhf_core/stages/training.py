@@ -26,7 +26,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.data.card import sources_of_models
-from rlhf_core.data.dataset import Rows, open_pairs, read_evenly
+from rlhf_core.data.dataset import Rows, open_pairs, read_pair_groups
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import model_digest, require_unchanged
 from rlhf_core.engines import checkpointing
@@ -464,13 +464,13 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName, work: P
     if judge is None:
         return pairs
     labelled = sources_of_models(data)
-    rows = read_evenly(data, "pairs", "train", ("source", "group", "prompt_id"), None)
-    chosen = array("q")
-    for index, (source, group, prompt_id) in enumerate(rows):
-        of_judge = source not in labelled and _is_of_judge(group or prompt_id, judge.fraction)
+    chosen, of_people = array("q"), False
+    for index, (source, group) in enumerate(read_pair_groups(data, "train")):
+        of_judge = source not in labelled and _is_of_judge(group, judge.fraction)
+        of_people |= source not in labelled
         if of_judge == (stage == "judge"):
             chosen.append(index)
-    if not chosen and stage == "judge" and all(source in labelled for source, *_ in rows):
+    if not chosen and stage == "judge" and not of_people:
         raise DataError(
             "reward.judge needs pairs that no model has labelled, but all sources have `labelled_by`; add"
             " pairs of people, or leave reward.judge out"

@@ -22,6 +22,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,11 @@ def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
 def open_(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     """Open pairs as training ranks of one host do, each in a process of its own."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 2**17, (FEW_ROWS, 3, 100)).tolist()
-    pairs = [PairExample(str(i), "Is it late?", *map(tuple, tokens[i % FEW_ROWS])) for i in range(rows)]
+    few = [
+        PairExample("", "Is it late?", tuple(prompt), tuple(chosen), tuple(rejected))
+        for prompt, chosen, rejected in rng.integers(0, 2**17, (FEW_ROWS, 3, 100)).tolist()
+    ]
+    pairs = [replace(few[i % FEW_ROWS], prompt_id=str(i)) for i in range(rows)]
     data = write_data_artifact(folder / "data", pairs=pairs)
     (folder / "work").mkdir()
     context = multiprocessing.get_context("spawn")
