@@ -1,17 +1,33 @@
-"""Token files of a data artifact: writing them, and reading them as the records of `rlhf_core.types`."""
+"""Token files of a data artifact: writing them, and reading them as the records of `rlhf_core.types`.
+
+load_*   a list of all records, for a few rows and for one process
+open_*   records that are made when they are asked for, for training sets: the columns are in one file of
+         each host, which all processes there map into their memory. It is in `work`, a folder that no other
+         attempt uses
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import socket
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
+
+from typing_extensions import override
 
 from rlhf_core.config.rewards import AnswerReward, AnyReward
 from rlhf_core.data.answers import gold_answers, is_reachable, rewording
 from rlhf_core.data.formats import field_value
 from rlhf_core.errors import DataError
+from rlhf_core.system.files import replacing
 from rlhf_core.types import PairExample, PromptExample, SFTExample
+
+log = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
 _T = TypeVar("_T")
@@ -40,6 +56,34 @@ _COLUMNS: dict[str, dict[str, str]] = {
 """`meta` is JSON in a string."""
 _ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")}
 """Columns that artifacts of earlier versions do not have."""
+_BATCH_ROWS = 2**12
+"""Rows that are read at once."""
+
+
+class Rows(Sequence[_T]):
+    """Rows that are made when they are asked for.
+
+    Args:
+        count: Their number.
+        make: Returns the row with an index.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], _T]) -> None:
+        self._count, self._make = count, make
+
+    @override
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[_T]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+        if isinstance(index, slice):
+            return [self._make(each) for each in range(self._count)[index]]
+        return self._make(range(self._count)[index])
 
 
 def load_sft(folder: Path, split: Split) -> list[SFTExample]:
@@ -47,31 +91,63 @@ def load_sft(folder: Path, split: Split) -> list[SFTExample]:
 
     Raises DataError if the file is missing or damaged.
     """
-    return [
-        SFTExample(tuple(ids), tuple(mask), source, group or "")
-        for ids, mask, source, group in _read(
-            folder, "sft", split, ("input_ids", "loss_mask", "source", "group")
-        )
-    ]
+    return [_sft_example(*row) for row in _read(folder, "sft", split, tuple(_COLUMNS["sft"]))]
+
+
+def open_sft(folder: Path, split: Split, work: Path) -> Rows[SFTExample]:
+    """Return the demonstrations like `load_sft`, from a file in `work`, a folder of this host."""
+    return _open(folder, "sft", split, work, _sft_example)
 
 
 def load_pairs(folder: Path, split: Split) -> list[PairExample]:
     """Return the preference pairs of a data artifact's folder. There may be none."""
-    names = ("prompt_id", "prompt", "prompt_ids", "chosen_ids", "rejected_ids", "source", "margin", "group")
-    return [
-        PairExample(
-            prompt_id, prompt, tuple(prompt_ids), tuple(chosen), tuple(rejected), source, margin, group or ""
-        )
-        for prompt_id, prompt, prompt_ids, chosen, rejected, source, margin, group in _read(
-            folder, "pairs", split, names
-        )
-    ]
+    return [_pair_example(*row) for row in _read(folder, "pairs", split, tuple(_COLUMNS["pairs"]))]
+
+
+def open_pairs(folder: Path, split: Split, work: Path) -> Rows[PairExample]:
+    """Return the preference pairs like `load_pairs`, from a file in `work`, a folder of this host."""
+    return _open(folder, "pairs", split, work, _pair_example)
+
+
+def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
+    """Return the prompts of a data artifact's folder."""
+    return [_prompt_example(*row) for row in _read(folder, "prompts", split, tuple(_COLUMNS["prompts"]))]
+
+
+def _sft_example(ids: Sequence[int], mask: Sequence[int], source: str, group: str | None) -> SFTExample:
+    return SFTExample(tuple(ids), tuple(mask), source, group or "")
+
+
+def _pair_example(
+    prompt_id: str,
+    prompt: str,
+    prompt_ids: Sequence[int],
+    chosen: Sequence[int],
+    rejected: Sequence[int],
+    source: str,
+    margin: float | None,
+    group: str | None,
+) -> PairExample:
+    ids = tuple(prompt_ids), tuple(chosen), tuple(rejected)
+    return PairExample(prompt_id, prompt, *ids, source, margin, group or "")
+
+
+def _prompt_example(
+    prompt_id: str, prompt: str, ids: Sequence[int], meta: str, source: str | None, group: str | None
+) -> PromptExample:
+    return PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta), source or "", group or "")
 
 
 def load_pair_prompts(folder: Path, split: Split) -> list[tuple[str, str]]:
     """Return the ids of the prompts and of the groups of all preference pairs."""
     rows = _read(folder, "pairs", split, ("prompt_id", "group"))
     return [(prompt_id, group or prompt_id) for prompt_id, group in rows]
+
+
+def read_pair_groups(folder: Path, split: Split) -> Iterator[tuple[str, str]]:
+    """Yield the sources and the groups of all preference pairs, a few of which are in memory."""
+    for source, prompt_id, group in _read(folder, "pairs", split, ("source", "prompt_id", "group")):
+        yield source, group or prompt_id
 
 
 def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
@@ -84,13 +160,13 @@ def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
             yield example.input_ids[:end]
 
 
-def require_margins(pairs: Sequence[PairExample]) -> None:
+def require_margins(*sets: Sequence[PairExample]) -> None:
     """Raise DataError unless every pair has a margin."""
-    without = [pair for pair in pairs if pair.margin is None]
+    without = [pair for pairs in sets for pair in pairs if pair.margin is None]
     if without:
         raise DataError(
             f"reward.margin: field needs a finite number `margin` in every preference row; {len(without)} of"
-            f" {len(pairs)} have none (the first: source {without[0].source!r}, prompt"
+            f" {sum(map(len, sets))} have none (the first: source {without[0].source!r}, prompt"
             f" {without[0].prompt[:60]!r}); add it, `rename` another field to it, or use none or constant"
         )
 
@@ -182,16 +258,6 @@ def evenly(rows: list[_T], most: int) -> list[_T]:
     return [rows[index * len(rows) // most] for index in range(most)]
 
 
-def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
-    """Return the prompts of a data artifact's folder."""
-    return [
-        PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta), source or "", group or "")
-        for prompt_id, prompt, ids, meta, source, group in _read(
-            folder, "prompts", split, ("prompt_id", "prompt", "input_ids", "meta", "source", "group")
-        )
-    ]
-
-
 def write(
     folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]
 ) -> None:
@@ -202,34 +268,105 @@ def write(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = {
-        _TOKENS: pa.list_(pa.int32()),
-        _MASK: pa.list_(pa.int8()),
-        _TEXT: pa.string(),
-        _NUMBER: pa.float64(),
-    }
-    schema = pa.schema([(column, types[kind]) for column, kind in _COLUMNS[name].items()])
     columns: dict[str, list[Any]] = {}
     for column in _COLUMNS[name]:
         values = [getattr(example, column) for example in examples]
         if column == "meta":
             values = [json.dumps(dict(value), sort_keys=True) for value in values]
         columns[column] = values
-    pq.write_table(pa.table(columns, schema=schema), folder / f"{name}_{split}.parquet", compression="zstd")
+    pq.write_table(
+        pa.table(columns, schema=_schema(name)), folder / f"{name}_{split}.parquet", compression="zstd"
+    )
 
 
-def _read(folder: Path, name: str, split: Split, columns: Sequence[str]) -> Any:
+def _schema(name: str) -> Any:
+    import pyarrow as pa
+
+    types = {
+        _TOKENS: pa.list_(pa.int32()),
+        _MASK: pa.list_(pa.int8()),
+        _TEXT: pa.string(),
+        _NUMBER: pa.float64(),
+    }
+    return pa.schema([(column, types[kind]) for column, kind in _COLUMNS[name].items()])
+
+
+def _read(folder: Path, name: str, split: Split, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield columns of all rows."""
+    for batch in _batches(folder, name, split, columns):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _batches(folder: Path, name: str, split: Split, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield columns of all rows as record batches. No other column is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = folder / f"{name}_{split}.parquet"
+    schema = pa.schema([_schema(name).field(column) for column in columns])
     try:
-        table = pq.read_table(path)
-        # Data of earlier versions may belong to a champion, whose prompts are needed for a match.
-        for column in _ADDED[name]:
-            if column not in table.column_names:
-                table = table.append_column(column, pa.nulls(len(table), pa.string()))
-        table = table.select(list(columns))
+        with pq.ParquetFile(path) as file:
+            # Data of earlier versions may belong to a champion, whose prompts are needed for a match.
+            there = [each for each in columns if each not in _ADDED[name] or each in file.schema_arrow.names]
+            if missing := [each for each in there if each not in file.schema_arrow.names]:
+                raise KeyError(f"no column {missing[0]}")
+            for batch in file.iter_batches(_BATCH_ROWS, columns=there):
+                nothing = pa.nulls(len(batch), pa.string())
+                arrays = [batch.column(each) if each in there else nothing for each in columns]
+                yield pa.record_batch(arrays, schema=schema)
     except (OSError, KeyError, pa.ArrowException) as error:
         raise DataError(f"cannot read {path}: {error}; run the data stage again") from error
-    return zip(*(table.column(column).to_pylist() for column in columns), strict=True)
+
+
+def _open(folder: Path, name: str, split: Split, work: Path, make: Callable[..., _T]) -> Rows[_T]:
+    """Return the rows of a file, whose columns are in an uncompressed Arrow file in `work`.
+
+    The first process of the host makes it, and the others wait. Where files cannot be locked, each of them
+    makes it.
+    """
+    import pyarrow as pa
+
+    # Hosts may share the folder after all, and the locks of a network file system can be local to a host.
+    mapped = work / f"{name}_{split}-{socket.gethostname()}.arrow"
+    with mapped.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            log.info("%s cannot be locked: %s", lock.name, error)
+        if not mapped.exists():
+            with replacing(mapped) as part:
+                _write_columns(folder, name, split, part)
+    file = pa.ipc.open_file(pa.memory_map(str(mapped)))
+    batches = [file.get_batch(number) for number in range(file.num_record_batches)]
+    readers = [[_reader(column) for column in batch.columns] for batch in batches]
+    ends = list(accumulate(map(len, batches)))
+
+    def row(index: int) -> _T:
+        batch = bisect_right(ends, index)
+        place = index - ends[batch] + len(batches[batch])
+        return make(*(read(place) for read in readers[batch]))
+
+    return Rows(ends[-1] if ends else 0, row)
+
+
+def _write_columns(folder: Path, name: str, split: Split, path: Path) -> None:
+    """Write the columns of all rows as an Arrow file, a few at a time."""
+    import pyarrow as pa
+
+    try:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _schema(name)) as writer:
+            for batch in _batches(folder, name, split, tuple(_COLUMNS[name])):
+                writer.write_batch(batch)
+    except OSError as error:
+        problem = f"cannot write the columns of {name}_{split}: {error}"
+        raise OSError(error.errno, problem, str(path.parent)) from error
+
+
+def _reader(column: Any) -> Callable[[int], Any]:
+    """Return a function that returns the value of a row."""
+    import pyarrow as pa
+
+    if not pa.types.is_list(column.type):
+        return lambda row: column[row].as_py()
+    offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
+    return lambda row: values[offsets[row] : offsets[row + 1]].tolist()

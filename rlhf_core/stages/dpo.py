@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rlhf_core.algo.losses import dpo_loss, ipo_loss, robust_dpo_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import DPOConfig
-from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.dataset import Rows, load_pairs
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.models.batching import TokenSequence, collate, to_device
@@ -83,7 +83,7 @@ def _train(
     )
     model = StageModel(rank, policy, dpo, "dpo", context)
     del policy
-    train, held_out = training_pairs(config, data, "dpo"), load_pairs(data, "eval")
+    train, held_out = training_pairs(config, data, "dpo", folders.work), load_pairs(data, "eval")
     training = Training(
         "dpo", derive_seed(config.run.seed, "dpo"), load_decoder(data).pad, folders.work, context
     )
@@ -133,10 +133,15 @@ def train_dpo(
 
 def with_reference(
     engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
-) -> list[ReferencedPair]:
+) -> Rows[ReferencedPair]:
     """Return the pairs with the log-probabilities of the present weights. This is a collective operation."""
-    logprobs = pair_logprobs(engine, pairs, config, pad_id).tolist()
-    return [ReferencedPair(pair, (c, r)) for pair, (c, r) in zip(pairs, logprobs, strict=True)]
+    logprobs_P2 = pair_logprobs(engine, pairs, config, pad_id).cpu()
+
+    def referenced(index: int) -> ReferencedPair:
+        chosen, rejected = logprobs_P2[index].tolist()
+        return ReferencedPair(pairs[index], (chosen, rejected))
+
+    return Rows(len(pairs), referenced)
 
 
 def train_step(

@@ -15,7 +15,7 @@ from rlhf_core.config.address import base_of
 from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
-from rlhf_core.data.dataset import load_prompts, load_sft, require_answers
+from rlhf_core.data.dataset import load_prompts, open_sft, require_answers
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
@@ -104,7 +104,7 @@ def _started(
 ) -> Iterator[PPOController]:
     """Start the fleet, and yield its controller."""
     data, ppo = context.data, config.ppo
-    prompts = load_prompts(data, "train")
+    prompts = load_prompts(data, "train")  # a list: `StoredRollouts` knows a prompt by its identity
     # The stage `data` has checked the share of answers that can be reached.
     require_answers(prompts, ppo.rewards, most=1.0)
     processes = plan(ppo).processes
@@ -120,7 +120,7 @@ def _started(
     with open_rewards(rewards) as composer_of, fleet:
         composer = composer_of(fleet)
         context.progress("ppo start", processes, processes, "processes")
-        demonstrations = load_sft(data, "train") if ppo.ptx is not None else []
+        demonstrations = open_sft(data, "train", context.scratch) if ppo.ptx is not None else []
         evaluation = None
         if ppo.evaluation_interval is not None:
             held_out = prompts_of_ppo(config, load_prompts(data, "eval"))

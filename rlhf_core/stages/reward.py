@@ -125,9 +125,10 @@ def _train(
 ) -> dict[str, float]:
     """Train the model, or all members of the ensemble. The judge is one model."""
     reward = _settings(config, stage)
-    train, held_out = training_pairs(config, folders.data, stage), load_pairs(folders.data, "eval")
+    train = training_pairs(config, folders.data, stage, folders.work)
+    held_out = load_pairs(folders.data, "eval")
     if reward.margin == "field":
-        require_margins([*train, *held_out])
+        require_margins(train, held_out)
     inputs = _Inputs(config, folders, stage, train, held_out)
     if reward.ensemble is None or stage != "reward":
         return _train_member(rank, inputs, 0, context).metrics

@@ -23,7 +23,7 @@ from rlhf_core.algo.losses import sft_loss
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import never_ends
 from rlhf_core.config.training import SFTConfig
-from rlhf_core.data.dataset import Split, load_prompts, load_sft
+from rlhf_core.data.dataset import Rows, load_prompts, load_sft, open_sft
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import resolve_device
@@ -49,7 +49,7 @@ from rlhf_core.stages.training import (
     train_on_ranks,
 )
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PromptExample, StageContext, StageResult
+from rlhf_core.types import PromptExample, SFTExample, StageContext, StageResult
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,9 @@ def _train(
     _set_special_tokens(policy.lm, ids)
     model = StageModel(rank, policy, config.sft, "sft", context)
     del policy
-    train, held_out = _sequences(data, "train"), _sequences(data, "eval")
+    rows = open_sft(data, "train", folders.work)
+    train = Rows(len(rows), lambda index: _sequence(rows[index]))
+    held_out = list(map(_sequence, load_sft(data, "eval")))
     pad_id, engine, sft = ids.pad, model.engine, model.settings
     training = Training("sft", derive_seed(config.run.seed, "sft"), pad_id, folders.work, context)
     metrics = train_sft(engine, train, held_out, sft, training)
@@ -114,8 +116,8 @@ def _train(
     return metrics if context is None else metrics | left_out(folder, revision)
 
 
-def _sequences(data: Path, split: Split) -> list[TokenSequence]:
-    return [TokenSequence(each.input_ids, each.loss_mask) for each in load_sft(data, split)]
+def _sequence(example: SFTExample) -> TokenSequence:
+    return TokenSequence(example.input_ids, example.loss_mask)
 
 
 def _save_base(

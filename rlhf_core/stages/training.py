@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.training import DPOConfig, EarlyStopConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.data.card import sources_of_models
-from rlhf_core.data.dataset import load_pairs
+from rlhf_core.data.dataset import Rows, open_pairs, read_pair_groups
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import model_digest, require_unchanged
 from rlhf_core.data.tokenizer import require_same_tokens
@@ -464,25 +465,26 @@ def _finite(metrics: Metrics) -> Metrics:
 # -- pairs: those of a stage, and how ranks share them --
 
 
-def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list[PairExample]:
+def training_pairs(config: PipelineConfig, data: Path, stage: StageName, work: Path) -> Sequence[PairExample]:
     """Return the pairs that train the model of `stage`, `reward`, `judge` or `dpo`.
 
     With `reward.judge`, the pairs of the judge are disjoint from those of the other stages: all pairs of a
     group train the same models, for every seed. Only the other stages have the pairs that a model has
-    labelled (`labelled_by` of their source). The held-out pairs are the same for all. Raises DataError if
-    nothing is left.
+    labelled (`labelled_by` of their source). The held-out pairs are the same for all. `work` is a folder of
+    this host, as in `open_pairs`. Raises DataError if nothing is left.
     """
-    pairs = load_pairs(data, "train")
+    pairs = open_pairs(data, "train", work)
     judge = config.reward.judge
     if judge is None:
         return pairs
     labelled = sources_of_models(data)
-    chosen = []
-    for pair in pairs:
-        of_judge = pair.source not in labelled and _is_of_judge(pair, judge.fraction)
+    chosen, of_people = array("q"), False
+    for index, (source, group) in enumerate(read_pair_groups(data, "train")):
+        of_judge = source not in labelled and _is_of_judge(group, judge.fraction)
+        of_people |= source not in labelled
         if of_judge == (stage == "judge"):
-            chosen.append(pair)
-    if not chosen and stage == "judge" and all(pair.source in labelled for pair in pairs):
+            chosen.append(index)
+    if not chosen and stage == "judge" and not of_people:
         raise DataError(
             "reward.judge needs pairs that no model has labelled, but all sources have `labelled_by`; add"
             " pairs of people, or leave reward.judge out"
@@ -492,12 +494,12 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName) -> list
             f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"
             f" {stage}; add pairs, or leave reward.judge out"
         )
-    return chosen
+    return Rows(len(chosen), lambda index: pairs[chosen[index]])
 
 
-def _is_of_judge(pair: PairExample, fraction: float) -> bool:
+def _is_of_judge(group: str, fraction: float) -> bool:
     # A seed has 63 bits, so the quotient is uniform in [0, 1].
-    return derive_seed(0, "judge", pair.group) / 2.0**63 < fraction
+    return derive_seed(0, "judge", group) / 2.0**63 < fraction
 
 
 def micro_batches(

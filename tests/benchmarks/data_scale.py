@@ -4,6 +4,8 @@ drift    comparing a data artifact with that of the champion, `--rows` rows in e
 steps    an optimizer step of SFT without its model, of 10,000 and of `--rows` rows
 encode   the stage `data` from the first rows that are encoded to the last ones, next to `encode_batch` of
          tokenizers for the same conversations and prompts, rendered before
+open     a training rank opens `--rows` pairs of 300 tokens and reads `STEPS` batches of them: the first one
+         of a host, and `RANKS` more at the same time, with the memory of all of them together
 
 Texts are sentences of this documentation in random order, prompts of about 100 tokens and responses of 180.
 `--tokenizer` is a folder with a tokenizer and its chat template; the default is trained on the texts.
@@ -14,15 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
 import random
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -30,10 +35,12 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data import prepare
+from rlhf_core.data.dataset import open_pairs
 from rlhf_core.data.sources import source_contents
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.ops.drift.measures import statistics_of_new_rows
+from rlhf_core.seeds import epoch_batch
 from rlhf_core.stages.training import Objective, Training, train_epochs
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
@@ -43,6 +50,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 STEPS = 200
 """Measured optimizer steps."""
 FEW_ROWS = 10_000
+RANKS = 2
+"""Ranks of a host."""
 
 
 def texts(seed: int, sentences: int) -> Iterator[str]:
@@ -156,6 +165,63 @@ def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
+def open_(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Open pairs as training ranks of one host do, each in a process of its own."""
+    rng = np.random.default_rng(0)
+    few = [
+        PairExample("", "Is it late?", tuple(prompt), tuple(chosen), tuple(rejected))
+        for prompt, chosen, rejected in rng.integers(0, 2**17, (FEW_ROWS, 3, 100)).tolist()
+    ]
+    pairs = [replace(few[i % FEW_ROWS], prompt_id=str(i)) for i in range(rows)]
+    data = write_data_artifact(folder / "data", pairs=pairs)
+    (folder / "work").mkdir()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        first, *_ = pool.apply(_opened, (data, folder / "work"))
+    with context.Pool(RANKS, _share, (context.Barrier(RANKS),)) as pool:
+        ranks = pool.starmap(_opened, [(data, folder / "work")] * RANKS, chunksize=1)
+    opened, step = max(each[0] for each in ranks), max(each[1] for each in ranks)
+    each = sum(size for *_, size in ranks) / (300 * rows)
+    return [
+        (f"first rank opens {rows} pairs", f"{first:.2f} s"),
+        (f"each of {RANKS} ranks opens them", f"{opened:.4f} s"),
+        ("rows of a step, batch 128", f"{1e3 * step:.2f} ms"),
+        (f"memory of {RANKS} ranks together, a token", f"{each:.2f} bytes"),
+    ]
+
+
+_barrier: Any = None
+
+
+def _share(barrier: Any) -> None:
+    global _barrier  # of this process
+    _barrier = barrier
+
+
+def _opened(data: Path, work: Path) -> tuple[float, float, float]:
+    """Return the CPU seconds until the pairs are open and those of the rows of a step, and the growth of this
+    process in bytes with its share of common pages.
+    """
+    open_pairs(data, "eval", work)  # imports Arrow
+    size, started = proportional_size(), time.process_time()
+    rows = open_pairs(data, "train", work)
+    opened = time.process_time()
+    for step in range(STEPS):
+        batch = [rows[i] for i in epoch_batch(len(rows), 128, 0, 0, step % (len(rows) // 128))]
+    ended = time.process_time()
+    for index in range(len(rows)):
+        batch[0] = rows[index]  # as an epoch does: every page is mapped
+    if _barrier is not None:
+        _barrier.wait()
+    return opened - started, (ended - opened) / STEPS, proportional_size() - size
+
+
+def proportional_size() -> int:
+    """Return the bytes of this process, with its share of pages that others have as well."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
 def configuration(folder: Path) -> PipelineConfig:
     """Return a configuration whose prompts are those of its pairs."""
     pairs, model = str(folder / "pairs.jsonl"), folder / "model"
@@ -183,7 +249,7 @@ def rendered(
         yield render(row["prompt"], None)
 
 
-PARTS = {part.__name__: part for part in (drift, steps, encode)}
+PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, open_)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -116,7 +116,7 @@ def run_sft(rank: Rank, config: PipelineConfig, folder: Path) -> None:
         SimpleNamespace(input_ids=(*prompt, *response), loss_mask=(0,) * len(prompt) + (1,) * len(response))
         for prompt, response in SEQUENCES
     ]
-    vars(sft).update(load_sft=lambda *_: examples)
+    vars(sft).update(load_sft=lambda *_: examples, open_sft=lambda *_: examples)
     folders = Folders({"data": folder}, folder / "work", folder / "sft")
     sft._train(rank, config, folders, None)
 

@@ -68,9 +68,10 @@ def test_the_cost_of_data_is_measured_for_each_part(
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("FEW_ROWS", "STEPS"):
         monkeypatch.setattr(data_scale, name, 10)
-    data_scale.main(["--rows", "100"])
+    data_scale.main(["--rows", "200"])
     rows = cells(capsys.readouterr().out)
-    assert [row[0] for row in rows] == ["drift", "steps", "steps", "encode", "encode", "encode"]
+    parts = {"drift": 1, "steps": 2, "encode": 3, "open": 4}
+    assert [row[0] for row in rows] == [part for part, lines in parts.items() for _ in range(lines)]
     assert all(float(row[2].split()[0]) > 0 for row in rows)
 
 

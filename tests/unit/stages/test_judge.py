@@ -60,24 +60,32 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data_artifact(tmp_path_factory.mktemp("artifact") / "data", pairs=PAIRS)
 
 
+def halves_of(config: PipelineConfig, data: Path, work: Path) -> tuple[list[PairExample], list[PairExample]]:
+    """Return the pairs of the reward model and of the judge."""
+    return (
+        list(training_pairs(config, data, "reward", work)),
+        list(training_pairs(config, data, "judge", work)),
+    )
+
+
 @pytest.mark.parametrize("fraction", [0.3, 0.5])
-def test_both_models_have_disjoint_pairs(data: Path, fraction: float) -> None:
+def test_both_models_have_disjoint_pairs(data: Path, fraction: float, tmp_path: Path) -> None:
     halves = []
     for seed in (0, 1):
         config = config_of({"fraction": fraction}, run={"seed": seed})
-        first, second = (training_pairs(config, data, stage) for stage in ("reward", "judge"))
+        first, second = halves_of(config, data, tmp_path)
         halves.append((first, second))
     assert halves[0] == halves[1]
     assert sorted([*first, *second], key=PAIRS.index) == PAIRS
     assert not {pair.prompt_id for pair in first} & {pair.prompt_id for pair in second}
     assert len(second) / len(PAIRS) == pytest.approx(fraction, abs=0.08)
-    assert training_pairs(config, data, "dpo") == first
+    assert list(training_pairs(config, data, "dpo", tmp_path)) == first
 
 
 def test_all_pairs_of_a_group_train_the_same_model(tmp_path: Path) -> None:
     pairs = [replace(pair, group=f"g{index // 8}") for index, pair in enumerate(PAIRS)]
     artifact = write_data_artifact(tmp_path / "data", pairs=pairs)
-    first, second = (training_pairs(config_of({}), artifact, stage) for stage in ("reward", "judge"))
+    first, second = halves_of(config_of({}), artifact, tmp_path)
     assert first and second
     assert not {pair.group for pair in first} & {pair.group for pair in second}
 
@@ -89,7 +97,7 @@ def test_pairs_that_a_model_has_labelled_do_not_train_the_judge(tmp_path: Path) 
     sources = [*rows, {"field": "data.preference[1]"} | mark]
     data = write_data_artifact(tmp_path / "data", pairs=pairs, sources=sources)
     config = config_of({})
-    first, second = (training_pairs(config, data, stage) for stage in ("reward", "judge"))
+    first, second = halves_of(config, data, tmp_path)
     assert {pair.source for pair in second} == {"pairs.jsonl 0"}
     assert sorted([*first, *second], key=pairs.index) == pairs
     assert {pair for pair in pairs if pair.source == "pairs.jsonl 1"} < set(first)
@@ -102,9 +110,9 @@ def test_a_judge_that_labelled_training_data_is_not_independent(field: str) -> N
         assert scoring.trained_on(config_of({}, data={field: [source]}), "judge_model") is trained
 
 
-def test_without_a_judge_all_pairs_train_the_reward_model(data: Path) -> None:
+def test_without_a_judge_all_pairs_train_the_reward_model(data: Path, tmp_path: Path) -> None:
     config = config_of(None)
-    assert training_pairs(config, data, "reward") == PAIRS
+    assert list(training_pairs(config, data, "reward", tmp_path)) == PAIRS
     assert not is_enabled(config, "judge") and "judge" not in stage_inputs(config, "ppo")
     assert "judge" in stage_inputs(config_of({}), "ppo")
 
@@ -114,7 +122,7 @@ def test_a_half_without_pairs_is_refused(tmp_path: Path) -> None:
     config = config_of({})
     with pytest.raises(DataError, match=r"reward.judge.fraction=0.5 leaves none of the 2 pairs"):
         for stage in ("reward", "judge"):
-            training_pairs(config, data, stage)
+            training_pairs(config, data, stage, tmp_path)
 
 
 def test_a_judge_needs_a_policy_that_is_trained_with_the_reward_model() -> None:
