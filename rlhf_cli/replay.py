@@ -77,13 +77,16 @@ def _blame(
     for name, (mean, earlier) in found.rewards.items():
         change = "" if earlier is None else f", {earlier:.4g} before"
         print(printable(f"reward {name}: {mean:.4g}{change}"))
+    cut, earlier = found.cut
+    print(f"cut at the limit: {cut:.0%}" + ("" if earlier is None else f", {earlier:.0%} before"))
     for name, share in found.sources.items():
         print(printable(f"source {name}: {share:.1%}"))
     for text, share in list(found.prompts.items())[:top]:
         print(printable(f"prompt {share:.1%}: {_start(text)}"))
+    value = "" if of in ("reward", "kl") else f"{of} {{:.4g}}, "  # the others have a column of their own
     for each in found.responses[:top]:
         print(
-            f"response {each.index}: {each.share:.1%} ({of} {each.value:.4g}, score {each.score:.4g},"
+            f"response {each.index}: {each.share:.1%} ({value.format(each.value)}score {each.score:.4g},"
             f" KL {each.kl:.4g}, {each.tokens} tokens)"
         )
         print(printable(f"    prompt: {_start(each.prompt)}"))

@@ -73,6 +73,8 @@ class Blame:
     """Share of each data source, largest first."""
     rewards: Mapping[str, tuple[float, float | None]]
     """Mean of each reward source, before weights and normalisation, in the step and in the steps before."""
+    cut: tuple[float, float | None]
+    """Share of the responses that the length limit has cut, in the step and in the steps before."""
 
 
 def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
@@ -114,6 +116,7 @@ def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
         of_prompts if ppo.samples_per_prompt > 1 else {},
         _summed([(each.source, each.share) for each in responses]),
         rewards,
+        (_cut(rows), _cut(rows_before) if rows_before else None),
     )
 
 
@@ -138,6 +141,10 @@ def _of_step(
     values = _values(recording, ppo, rows, step, of)
     scored = np.isfinite([row["score"] for row in rows])
     return [row for row, is_scored in zip(rows, scored, strict=True) if is_scored], values[scored]
+
+
+def _cut(rows: Rows) -> float:
+    return float(np.mean([not row["finished"] for row in rows]))
 
 
 def _mean(rows: Rows, name: str) -> float:

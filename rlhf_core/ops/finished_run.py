@@ -13,6 +13,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError
 from rlhf_core.executors.spec import config_from_json
 from rlhf_core.pipeline import StageName
+from rlhf_core.run.state import read_state
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
@@ -48,11 +49,16 @@ class FinishedRun:
         found = parse_artifact_address(address)
         if found is None:
             raise InputError(f"{self.file} has no artifact of the stage {stage}; got {address}")
-        artifacts = found.open_store(self.home, self.endpoint)
-        ref = artifacts.find(stage, found.key)
-        if ref is None:
-            raise InputError(f"{address} is not in its store any more; run the configuration again")
-        return artifacts, ref
+        places = [found]
+        if Path(found.store).name == self.home.store.name:
+            # First the store of this home: the address is that of the original, if the home was copied.
+            places.insert(0, found._replace(store=str(self.home.store)))
+        for place in places:
+            artifacts = place.open_store(self.home, self.endpoint)
+            ref = artifacts.find(stage, found.key)
+            if ref is not None:
+                return artifacts, ref
+        raise InputError(f"{address} is not in its store any more; run the configuration again")
 
     def config(self, stage: StageName) -> PipelineConfig:
         """Return the configuration with which a stage was made.
@@ -93,7 +99,7 @@ def find_run(run: str, home: str, endpoint: str | None = None) -> FinishedRun:
 def newest_run(home: str) -> str:
     """Return the path of the summary of the run that finished last. Raises InputError if there is none."""
     place = Home.of(home)
-    files = sorted(place.summaries(), key=lambda file: file.stat().st_mtime)
+    files = sorted(place.summaries(), key=_finished_at)
     if not files:
         raise InputError(
             f"there is no finished run in {place.runs}; name one, or the path of its summary.json"
@@ -110,3 +116,9 @@ def _summary(run: str, home: Home) -> Path:
         f"there is no finished run {run} in {home.runs}; it has {', '.join(names[-10:]) or 'none'}; name one,"
         " or the path of its summary.json"
     )
+
+
+def _finished_at(file: Path) -> float:
+    # `run.json`, because a copy of the home has other times of its files.
+    state = read_state(file.with_name("run.json"))
+    return file.stat().st_mtime if state is None else float(state["updated"])

@@ -28,19 +28,13 @@ def read_state(path: Path) -> dict[str, Any] | None:
 
 def describe_runs(home: Home) -> list[str]:
     """Return lines about the last runs of `home`."""
-    files = sorted(home.run_states(), key=_changed, reverse=True)
+    found = [(run, file.parent) for file in home.run_states() if (run := read_state(file)) is not None]
+    found.sort(key=lambda each: each[0]["updated"], reverse=True)
     lines = []
-    shown = 0
-    for file in files:
-        run = read_state(file)
-        if run is None:
-            continue
-        lines += _describe_run(file.parent.name, run, read_json(home.progress(file.parent.name)) or {})
-        if run["state"] == "finished" and (line := verdict(read_json(file.parent / "summary.json") or {})):
+    for run, folder in found[:_MAX_RUNS]:
+        lines += _describe_run(folder.name, run, read_json(home.progress(folder.name)) or {})
+        if run["state"] == "finished" and (line := verdict(read_json(folder / "summary.json") or {})):
             lines.append(f"    {line}")
-        shown += 1
-        if shown == _MAX_RUNS:
-            break
     return ["pipeline runs, newest first:", *lines] if lines else ["pipeline runs: none yet"]
 
 
@@ -113,14 +107,6 @@ def first_of(changes: Sequence[str]) -> list[str]:
 
 def _short(value: Any) -> Any:
     return value[:8] if _is_digest(value) else value
-
-
-def _changed(file: Path) -> float:
-    """Return when a file was changed; 0 if it was deleted in the meantime."""
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _describe_run(name: str, run: dict[str, Any], progress: dict[str, Any]) -> list[str]:

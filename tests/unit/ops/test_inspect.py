@@ -398,3 +398,8 @@ def test_the_newest_run_is_the_one_that_finished_last(tmp_path: Path) -> None:
         file.write_text("{}")
         os.utime(file, (place, place))
     assert newest_run(str(tmp_path)).endswith("runs/a/summary.json")
+    for name, updated in (("b", 3.0), ("c", 1.0), ("a", 2.0)):  # a copy of the home has other times
+        (tmp_path / "runs" / name / "run.json").write_text(
+            json.dumps({"state": "finished", "updated": updated})
+        )
+    assert newest_run(str(tmp_path)).endswith("runs/b/summary.json")

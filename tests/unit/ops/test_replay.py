@@ -404,6 +404,7 @@ def test_a_blame_ranks_responses_by_their_part_of_the_change(tmp_path: Path) -> 
     assert first.index == largest["index"] and first.value == pytest.approx(largest["kl"])
     assert first.prompt == f"question {largest['prompt_ids'][1]}"
     assert set(found.rewards) == {"token_share", "length"}
+    assert found.cut[0] == pytest.approx(np.mean([not row["finished"] for row in rows]))
     assert sum(found.sources.values()) == pytest.approx(1.0)
     assert blame(run, STEP, "reward").responses and blame(run, STEP, "value").responses
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def run(tmp_path: Path) -> FinishedRun:
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"run": "small", "stages": stages}))
     return find_run("small", str(home))
+
+
+def test_a_copied_home_has_its_own_artifacts(run: FinishedRun, tmp_path: Path) -> None:
+    copy = shutil.copytree(run.home.path, tmp_path / "copy")
+    for _ in range(2):
+        artifacts, _ref = find_run("small", str(copy)).artifact("ppo")
+        assert artifacts.url == str(copy / "store")
+        shutil.rmtree(run.home.path, ignore_errors=True)  # with the original, and without
 
 
 def written(folder: Path, text: str, name: str = "new.yaml") -> str:
