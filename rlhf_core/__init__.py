@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import (
+    BudgetSpent,
     ConfigError,
     CorruptArtifact,
     DataDrifted,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArtifactRef",
+    "BudgetSpent",
     "ConfigError",
     "CorruptArtifact",
     "DataDrifted",

@@ -150,8 +150,8 @@ class TimeoutsConfig(Section):
 class BudgetConfig(Section):
     """What a run may use, over all its commands. At the limit it is stopped, and a larger one continues it.
 
-    The hours are those of each stage times its devices: GPUs, and one on the CPU. A stage that the run reuses
-    counts as well, work that was lost in a crash does not.
+    The hours are those of each stage, with its time in queues of a cluster, times its devices: GPUs, and one
+    on the CPU. A stage that the run reuses counts as well, work that was lost does not.
     """
 
     device_hours: PositiveFloat = execution(...)
@@ -162,7 +162,8 @@ class BudgetConfig(Section):
     def spoken(self, device_hours: float) -> str:
         """Return hours with their price: `12.5 device hours (25.00)`."""
         price = "" if self.price is None else f" ({device_hours * self.price:.2f})"
-        return f"{device_hours:.3g} device hours{price}"
+        hours = f"{device_hours:.3g}" if device_hours < 100 else f"{device_hours:,.0f}"
+        return f"{hours} device hours{price}"
 
 
 class RunConfig(Section):

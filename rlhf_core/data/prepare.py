@@ -392,11 +392,16 @@ def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
         )
 
 
-def _enough(held_out: int, total: int) -> str:
+def _enough(config: PipelineConfig, held_out: int, total: int) -> str:
     """Return the setting with which so many of all prompts, and hardly ever fewer, are held out."""
     # The split is random: two standard deviations more than the mean.
     fraction = math.ceil(100 * (held_out + 2 * math.sqrt(held_out)) / total) / 100
-    return f"data.eval_fraction={fraction:g} is enough" if fraction <= 0.5 else "give more prompts"
+    if fraction > 0.5:
+        return "give more prompts"
+    settings = f"data.eval_fraction={max(fraction, config.data.eval_fraction):g}"
+    if held_out > config.data.max_eval:
+        settings += f" with data.max_eval={held_out}"
+    return f"{settings} is enough"
 
 
 def _too_few_held_out(config: PipelineConfig, count: int, total: int) -> Iterator[str]:
@@ -414,8 +419,8 @@ def _too_few_held_out(config: PipelineConfig, count: int, total: int) -> Iterato
     if count < least <= min(prompts, config.data.max_eval):
         yield (
             f"data.prompts: {count} prompts are held out (data.eval_fraction), fewer than"
-            f" register.min_prompts ({least}): no candidate can become champion; {_enough(least, total)}, or"
-            " lower register.min_prompts"
+            f" register.min_prompts ({least}): no candidate can become champion;"
+            f" {_enough(config, least, total)}, or lower register.min_prompts"
         )
     if not config.evaluations_choose:
         return
@@ -427,13 +432,13 @@ def _too_few_held_out(config: PipelineConfig, count: int, total: int) -> Iterato
             f"ppo.evaluate_prompts: {most} prompts are held out (data.max_eval, data.eval_fraction), so"
             f" at least {shared} of them both choose the policy and judge it, and results of evaluation"
             f" and match are slightly too high; {wanted} held-out prompts are enough:"
-            f" {_enough(wanted, total)}"
+            f" {_enough(config, wanted, total)}"
         )
     elif others < least <= min(prompts, most):
         yield (
             f"ppo.evaluate_prompts: {ppo.evaluate_prompts} of {most} held-out prompts choose the policy, so"
             f" {others} judge it, fewer than register.min_prompts ({least}): no candidate can become"
-            f" champion; hold out {needed} (data.max_eval; {_enough(needed, total)}), or lower"
+            f" champion; hold out {needed} ({_enough(config, needed, total)}), or lower"
             " register.min_prompts"
         )
 

@@ -50,9 +50,10 @@ class FinishedRun:
         if found is None:
             raise InputError(f"{self.file} has no artifact of the stage {stage}; got {address}")
         places = [found]
-        if Path(found.store).name == self.home.store.name:
-            # First the store of this home: the address is that of the original, if the home was copied.
-            places.insert(0, found._replace(store=str(self.home.store)))
+        own = self.file.resolve().parents[2] / self.home.store.name  # the file is HOME/runs/NAME/summary.json
+        if "://" not in found.store and Path(found.store).name == own.name:
+            # First the store of its home: the address is that of the original, if the home was copied.
+            places.insert(0, found._replace(store=str(own)))
         for place in places:
             artifacts = place.open_store(self.home, self.endpoint)
             ref = artifacts.find(stage, found.key)

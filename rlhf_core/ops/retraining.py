@@ -143,7 +143,10 @@ class Retraining:
             return RetrainingDecision(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
         if not self._state.marks:
             return RetrainingDecision(True, "Due", "no retraining with these settings has finished yet")
-        return RetrainingDecision(True, "Due", f"the sources have changed ({new:+d} rows)")
+        if self._state.marks == self._marks:
+            return RetrainingDecision(True, "Due", "MLflow has no version of the last retraining any more")
+        more = "" if self._state.rows is None else f" ({new:+d} rows)"
+        return RetrainingDecision(True, "Due", f"the sources have changed{more}")
 
     def record_start(self) -> bool:
         """Record the start of a retraining. Return whether MLflow has recorded it.

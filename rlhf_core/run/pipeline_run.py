@@ -421,7 +421,7 @@ def budget_spent(budget: BudgetConfig, stage: StageName) -> BudgetSpent:
     spent = budget.spoken(budget.device_hours)
     return BudgetSpent(
         f"the budget of the run is spent: {spent}; raise run.budget.device_hours, and stage {stage} continues"
-        " from its last checkpoint"
+        " from its last checkpoint, if it has one"
     )
 
 

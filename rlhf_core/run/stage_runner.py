@@ -72,6 +72,7 @@ def get_or_run_stage(
     reused = ref is not None
     seen: set[str] = set()  # kinds of events of the child
     if ref is None:
+        affordable = run.budget_left(spec)
         waiting = run.next_stage.take(stage, run.config, stage_environment(run.config))
         # A process that waited has written to its log since it began.
         log_file = run.log_file(stage) if waiting is None else waiting.log_file
@@ -97,7 +98,7 @@ def get_or_run_stage(
             if on_event is not None:
                 on_event(event)
 
-        ref = _run_stage(run, spec, log_file, dispatch, retry_policy, waiting, seen)
+        ref = _run_stage(run, spec, log_file, dispatch, retry_policy, waiting, seen, affordable)
         failpoint("flow.made")
         reused = "reused" in seen
     elif run.next_stage.stage == stage:
@@ -140,14 +141,16 @@ def _run_stage(
     retry_policy: RetryPolicy,
     waiting: StageProcess | None,
     seen: Collection[str],
+    affordable: float,
 ) -> ArtifactRef:
     """Run the child process or the job of a stage. End the stage's MLflow run if it fails, because a killed
-    process cannot do that itself. `seen` has the kinds of the events that have come.
+    process cannot do that itself. `seen` has the kinds of the events that have come, `affordable` the seconds
+    that the budget of the run leaves.
     """
     config = run.config
     # All attempts of a stage share its time.
     left = max(0.0, config.run.stage_timeout - (time.monotonic() - run.first_started[spec.stage]))
-    affordable = run.budget_left(spec)
+    began = time.monotonic()
     try:
         if config.run.executor_of(spec.stage) == "local":
             environment = stage_environment(config)
@@ -161,7 +164,9 @@ def _run_stage(
         if "started" in seen:
             status: Status = "FAILED" if isinstance(error, Exception) else "KILLED"
             run.tracking.finish_stage(run.parent_run_id, spec.key, status)
-        if isinstance(error, StageTimedOut) and config.run.budget is not None and affordable < left:
+        # A scheduler has time limits of its own.
+        is_over = affordable < left and time.monotonic() - began >= affordable
+        if isinstance(error, StageTimedOut) and config.run.budget is not None and is_over:
             raise budget_spent(config.run.budget, spec.stage) from error
         retries = retry_policy.remaining(error)
         if retries:

@@ -419,7 +419,8 @@ def describe_folder(home: Path) -> str:
     """Return the size of `run.home` and of what is in it, the largest first."""
     sizes = {}
     for each in home.iterdir() if home.is_dir() else ():
-        sizes[each.name] = bytes_below(each) if each.is_dir() else each.stat().st_size
+        with suppress(FileNotFoundError):  # a running pipeline deletes files at the same time
+            sizes[each.name] = bytes_below(each) if each.is_dir() else each.stat().st_size
     largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:_SHOWN_FOLDERS]
     of = ", ".join(f"{name} {readable_size(sizes[name])}" for name in largest)
     return f"{home} is {readable_size(sum(sizes.values()))}: {of or 'empty'}"

@@ -787,7 +787,7 @@ def test_too_few_held_out_prompts_are_reported_before_training(
             (
                 "64 of 120 held-out prompts",
                 "so 56 judge it",
-                "hold out 121 (data.max_eval; data.eval_fraction=0.15",
+                "hold out 121 (data.eval_fraction=0.15 is enough)",
             ),
         ),
     ],
@@ -806,6 +806,12 @@ def test_more_prompts_are_needed_if_half_of_them_are_not_enough() -> None:
     assert "champion; give more prompts, or lower" in few
     # 50, and 2 sqrt(50) = 14.1 as a reserve
     assert "champion; data.eval_fraction=0.33 is enough, or lower" in many
+
+
+def test_a_limit_of_held_out_prompts_is_named_with_the_fraction() -> None:
+    config = configure(data={"max_eval": 64}, ppo={"stop_patience": 3, "evaluate_prompts": 64})
+    (warning,) = _too_few_held_out(config, 1000, 10_000)
+    assert "192 held-out prompts are enough: data.eval_fraction=0.1 with data.max_eval=192 is" in warning
 
 
 def test_nothing_is_made_of_data_that_are_not_those_of_the_stages_key(tmp_path: Path) -> None:
