@@ -36,6 +36,13 @@ def epoch_batch(count: int, batch_size: int, seed: int, epoch: int, index: int) 
     """Return batch `index` of an epoch: a part of a permutation of 0..count-1. The last one may be smaller.
 
     The time does not depend on `count`, but for the first batch of an epoch.
+
+    Args:
+        count: Number of rows.
+        batch_size: Rows of a batch.
+        seed: Seed of the training.
+        epoch: Number of the epoch.
+        index: Number of the batch in its epoch.
     """
     order = permutation(count, derive_seed(seed, "epoch", epoch))
     return tuple(order[index * batch_size : (index + 1) * batch_size])

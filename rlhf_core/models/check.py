@@ -103,8 +103,14 @@ def further_length_problems(config: PipelineConfig, base: BaseModelAddress) -> I
 def length_problems(
     model: str, settings: Mapping[str, Any], tokens: int, attention: str, field: str = MODEL_PATH
 ) -> Iterator[ConfigError]:
-    """Yield the errors if sequences of `tokens` are too long for the model of `settings`, a config.json.
-    `field` is that of its path.
+    """Yield the errors if sequences are too long for a model.
+
+    Args:
+        model: Its path, for messages.
+        settings: Its config.json.
+        tokens: Length of the longest sequence.
+        attention: transformers' name of the implementation.
+        field: Configuration field of the path.
     """
     fix = "lower data.max_prompt_tokens, data.max_response_tokens or ppo.max_new_tokens"
     longest = f"the longest prompt and response are {tokens}"

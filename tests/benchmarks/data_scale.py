@@ -261,7 +261,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=2000, help="rows of each set (default 2000)")
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer")
     args = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)
     tokenizer = tokenizer_of(args.tokenizer)
     table = Table(title="CPU seconds of this process")
     for column in ("part", "what", "cost"):
@@ -274,4 +273,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main()

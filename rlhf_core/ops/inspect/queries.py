@@ -115,6 +115,13 @@ def parting(
 ) -> tuple[float | None, list[Row], list[Row]]:
     """Return where two columns rank the responses of a filter differently.
 
+    Args:
+        rollouts: The responses.
+        chosen: The filter.
+        x: The first column.
+        y: The second column.
+        limit: The largest number of responses of each list.
+
     Returns:
         Spearman's correlation, or None if one column has one value only; the responses that `x` ranks highest
         above `y`; and those that `y` ranks highest above `x`. Equal values have the mean of their ranks.
@@ -146,6 +153,14 @@ def pairs(
     """Return how many prompts both runs have, and for some of them the last response of each run.
 
     The rows are sorted by `difference`: the value of a column in the second run minus that in the first.
+
+    Args:
+        rollouts: Those of two runs.
+        chosen: The filter.
+        name: The column.
+        descending: Whether the largest differences are first.
+        offset: Prompts to leave out before the first one.
+        limit: The largest number of prompts.
     """
     where, values = chosen.condition()
     last = (

@@ -256,7 +256,15 @@ class Rollouts:
     def page(
         self, chosen: Filter, sort: str, *, descending: bool, offset: int, limit: int
     ) -> tuple[int, list[Row]]:
-        """Return how many responses a filter has, and some of them, sorted by a column of `numbers`."""
+        """Return how many responses a filter has, and some of them.
+
+        Args:
+            chosen: The filter.
+            sort: A column of `numbers`.
+            descending: Whether the largest values are first. Responses without a value are last.
+            offset: Responses to leave out before the first one.
+            limit: The largest number of responses.
+        """
         where, values = chosen.condition()
         (count,) = self.one(f"SELECT count(*) FROM rollouts WHERE {where}", values)
         order = f"{quoted(sort)} {'DESC' if descending else 'ASC'} NULLS LAST"

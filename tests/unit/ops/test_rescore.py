@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -78,6 +81,13 @@ def recorded(data: Path, folder: Path) -> Path:
         part.unlink()
     (folder / "parts").rmdir()
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """Undo what the command sets for the libraries of its process."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture

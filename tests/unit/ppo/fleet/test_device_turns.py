@@ -66,7 +66,7 @@ class _Actor:
         def remote(*args: Any) -> Any:
             shown = " ".join([method, *(arg for arg in args if isinstance(arg, str) and arg in PARTS)])
             self._done.append(f"{self._name} {shown}")
-            return SimpleNamespace(bytes=1, seconds=1.0, version=0)
+            return SimpleNamespace(bytes=1, seconds=1.0, version=0, checksum="")
 
         return SimpleNamespace(remote=remote)
 
