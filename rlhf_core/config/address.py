@@ -142,6 +142,6 @@ def base_of(config: PipelineConfig, stage: StageName) -> BaseModelAddress | None
 
 def with_base_paths(config: PipelineConfig, paths: Mapping[str, str]) -> PipelineConfig:
     """Return `config` with other paths of base models, by their fields. Fields without one keep theirs."""
-    bases = [base_of(config, stage) for stage in BASE_STAGES]
-    fields = [base.field for base in bases if base is not None]
+    sections = {MODEL_PATH: config.model, JUDGE_PATH: config.reward.judge, TEACHER_PATH: config.ppo.teacher}
+    fields = [field for field, section in sections.items() if section is not None]
     return config.with_values({field: paths[field] for field in fields if field in paths})

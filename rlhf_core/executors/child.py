@@ -117,6 +117,8 @@ def run_child(
     timeout: float,
     on_event: OnEvent,
     waiting: StageProcess | None = None,
+    *,
+    has_terminal: bool = True,
 ) -> ArtifactRef:
     """Run the stage of `spec` and return its artifact.
 
@@ -127,6 +129,7 @@ def run_child(
         timeout: Seconds after which the stage is ended.
         on_event: Called with each event that the child sends.
         waiting: A process with this log and this environment that waits for a spec; None starts a new one.
+        has_terminal: Whether a person can have interrupted it, who is told what happens then.
 
     Raises:
         RLHFError: The error that the child sent, with its class; `StageFailed` if the child died, and
@@ -140,7 +143,7 @@ def run_child(
                 child.begin(spec)
             outcome = _follow(child.process, child.events, timeout, on_event)
         except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C, SIGTERM or a cancellation
+            if has_terminal and not isinstance(error, Exception):  # Ctrl-C, SIGTERM or a cancellation
                 on_event({"event": "warning", "message": _STOPPING.format(child.stop_seconds)})
             raise
         finally:

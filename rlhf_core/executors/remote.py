@@ -62,7 +62,8 @@ def main(store_url: str, stage_key: str, number: str, endpoint: str = "") -> int
     with _Reporter(files, log_file) as reporter:
         try:
             environment = stage_environment(job.spec.config)
-            ref = run_child(job.spec, log_file, environment, job.seconds, reporter.send)
+            seconds = job.seconds
+            ref = run_child(job.spec, log_file, environment, seconds, reporter.send, has_terminal=False)
         except RLHFError as error:
             log.error("%s: %s", type(error).__name__, error.message)
             reporter.send(error_event(error))
