@@ -105,6 +105,8 @@ def _numbers(text: str | None) -> list[int] | None:
         return None
     first, colon, last = text.partition(":")
     try:
-        return list(range(int(first), int(last) + 1)) if colon else [int(each) for each in text.split(",")]
+        if colon:
+            return list(range(int(first), int(last) + 1))
+        return [int(each) for each in text.split(",")]
     except ValueError as error:
         raise InputError(f"--steps: must be such as 10:20 or 1,5,9; got {text[:40]!r}; correct it") from error

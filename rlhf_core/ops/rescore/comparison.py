@@ -216,6 +216,10 @@ def _verdict(comparison: Comparison) -> str:
     against = comparison.against
     if not comparison.count:
         return f"no response has both {against} and the new reward"
+    if math.isnan(comparison.overall):
+        return (
+            f"nothing to rank: {against} or the new reward is the same for all {comparison.count} responses"
+        )
     lines = [f"rank correlation: {comparison.overall:.3f} over {comparison.count} responses"]
     if comparison.prompts:
         lines[0] += (

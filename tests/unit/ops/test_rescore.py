@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ from rlhf_core.config.record import RecordConfig
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.ops.finished_run import FinishedRun, find_run
-from rlhf_core.ops.rescore.comparison import compare, parting_step
+from rlhf_core.ops.rescore.comparison import compare, parting_step, tables
 from rlhf_core.ops.rescore.rescore import rescore
 from rlhf_core.record.annotations import annotations_of
 from rlhf_core.record.reader import read_rollouts
@@ -235,12 +235,17 @@ def test_ranks_are_compared_over_all_responses_and_within_prompts() -> None:
     groups, ids_of = [0, 0, 0, 1, 2, 2, 3], ["p0", "p0", "p0", "p1", "p2", "p2", "p0"]
     places = {"step": [1] * 7, "index": list(range(7))}
     asked: list[tuple[int, int]] = []
+
+    def texts(wanted: Sequence[tuple[int, int]]) -> list[str]:
+        asked.extend(wanted)
+        return ["text"] * len(wanted)
+
     found = compare(
         pa.table({**places, "group": groups, "prompt_id": ids_of, "total": old}),
         pa.table({**places, "score": new, "length": [4, 8, 8, 8, 9, 9, 9]}),
         "total",
         {each.prompt_id: each for each in map(prompt, range(3))},
-        lambda wanted: asked.extend(wanted) or ["text"] * len(wanted),  # type: ignore[func-returns-value]
+        texts,
     )
     # Ranks 1 2 3 4 5.5 5.5 and 2 1 3 4 6 5: the sum of products is 16, the squares are 17 and 17.5.
     assert found.count == 6 and found.overall == pytest.approx(16 / math.sqrt(17 * 17.5))
@@ -273,3 +278,12 @@ def test_the_command_prints_and_writes_the_comparison(
     assert content["count"] == 8 and len(content["steps"]) == 2
     assert main([*options, "--output", "out.txt"]) == 2
     assert main([*options[:-1], "1-2"]) == 2
+
+
+def test_a_constant_reward_ranks_nothing() -> None:
+    rows = {"step": [1, 1, 2, 2], "index": [0, 1, 0, 1]}
+    old = pa.table({**rows, "group": [0, 1, 0, 1], "prompt_id": ["a", "b"] * 2, "total": [0.0] * 4})
+    new = pa.table({**rows, "score": [1.0, 2.0, 3.0, 4.0], "length": [1, 2, 3, 4]})
+    asked = {name: prompt(0) for name in ("a", "b")}
+    found = compare(old, new, "total", asked, lambda keys: ["text"] * len(keys))
+    assert tables(found)[-1] == "nothing to rank: total or the new reward is the same for all 4 responses"
