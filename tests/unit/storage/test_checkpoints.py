@@ -75,6 +75,7 @@ def test_the_newest_checkpoint_comes_back_bit_by_bit(store: Store, tmp_path: Pat
 def test_an_attempt_after_one_without_a_checkpoint_says_that_it_starts_at_step_1(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "rlhf_core")  # also after a test that has set up the log of a command
     assert checkpoints(store, tmp_path).latest() is None
     assert not caplog.messages, "the first attempt has nothing to continue from"
     saver = checkpoints(store, tmp_path)
