@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.serve:
-        serve([RecordedRun("random", arguments.serve)], 0, lambda url: print(url, flush=True))
+        serve({"ppo": [RecordedRun("random", arguments.serve)]}, 0, lambda url: print(url, flush=True))
         return
     steps = arguments.responses // arguments.per_step
     with tempfile.TemporaryDirectory() as temporary:
@@ -148,7 +148,7 @@ def measure(folder: Path, steps: int, per_step: int) -> None:
             server = psutil.Process(child.pid)
             print(f"ready after {time.perf_counter() - start:.1f} s, {_cpu(server):.1f} s of CPU time")
             places = {"half": max(1, steps // 2), "last": max(0, steps * per_step - 50)}
-            pages = {name: url + page.format(**places) for name, page in PAGES.items()}
+            pages = {name: f"{url}ppo/{page.format(**places)}" for name, page in PAGES.items()}
             first = {name: _seconds(web, page, server)[0] for name, page in pages.items()}
             # The note about the search is on the page until all texts are decoded.
             while "still being decoded" in web.get(pages["text"]).text:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.ops.inspect import queries
 from rlhf_core.ops.inspect.phrases import n_grams, openings, risen
-from rlhf_core.ops.inspect.rollouts import Filter, Key, Rollouts, Row, whole
+from rlhf_core.ops.inspect.rollouts import Filter, Key, Kind, Rollouts, Row, whole
 from rlhf_core.ops.inspect.tokens import Measure, tokens_of
 
 STYLE = files("rlhf_core.ops.inspect").joinpath("inspect.css").read_text(encoding="utf-8")
@@ -33,18 +34,30 @@ _SAMPLE = 1000
 """Responses of each group whose phrases are counted."""
 _EDGE = 10
 """The first and the last of this many equal parts of the steps are compared."""
-_FILTER = ("min:", "max:", "run", "prompt", "source", "excluded", "text")
+_FILTER = ("min:", "max:", "run", "prompt", "source", "excluded", "guard", "model", "text")
 """Begin the names of parameters of a filter."""
+_ANSWERS = {"responses": "Answers", "scores": "One score against another"}
+_ROLLOUTS = {"steps": "Steps", "responses": "Responses", "phrases": "Phrases", "scores": _ANSWERS["scores"]}
+_PAIRS = {"pairs": "Both runs"}
 _CHART = (300, 90)
 """Width and height."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Makes the pages of these rollouts. `root` is the address that all pages have in common."""
+    """Makes the pages of these rollouts."""
 
     rollouts: Rollouts
     root: str
+    """Address that the pages of all kinds have in common."""
+    kinds: Sequence[Kind] = ("ppo",)
+    """All kinds that have pages."""
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The pages that a reader can choose, with their titles. The first one is shown first."""
+        found = _ROLLOUTS if self.rollouts.kind == "ppo" else _ANSWERS
+        return found | _PAIRS if found is _ROLLOUTS and len(self.rollouts.runs) > 1 else found
 
     def steps(self, query: Mapping[str, str]) -> str:
         """Return the curves and the table of steps."""
@@ -92,6 +105,8 @@ class Pages:
 
     def scores(self, query: Mapping[str, str]) -> str:
         """Return one score against another."""
+        if len(self._scores) < 2:
+            raise InputError("this page compares two columns of numbers; the record has one")
         x, y = (
             self._column(query.get(axis) or default)
             for axis, default in zip("xy", self._scores[:2], strict=True)
@@ -104,8 +119,6 @@ class Pages:
 
     def pairs(self, query: Mapping[str, str]) -> str:
         """Return the last responses of both runs to the same prompts."""
-        if len(self.rollouts.runs) < 2:
-            raise InputError("this page compares two runs; give both to rlhf inspect")
         sort, descending, offset = self._order(query)
         count, rows = queries.pairs(
             self.rollouts, self._filter(query), sort, descending=descending, offset=offset, limit=_PAGE
@@ -144,7 +157,7 @@ class Pages:
     def _scores(self) -> list[str]:
         """Columns of scores, the first two of which are compared if none are chosen."""
         sources = self.rollouts.sources
-        found = [name for name in self.rollouts.numbers if name != "step" and name not in sources]
+        found = [name for name in self.rollouts.numbers[1:] if name not in sources]
         return [*sources, *found] if len(sources) > 1 else [*found, *sources]
 
     def _filter(self, query: Mapping[str, str]) -> Filter:
@@ -157,9 +170,11 @@ class Pages:
 
     def _order(self, query: Mapping[str, str]) -> tuple[str, bool, int]:
         """Return the column that a table is sorted by, whether the largest is first, and the first row."""
-        default = self.rollouts.numbers[1]  # the score, if there is one
+        of_ppo = self.rollouts.kind == "ppo"
+        default = self.rollouts.numbers[of_ppo]  # the score, if there is one; or the answers to each prompt
+        descending = query.get("order") != "up" and (of_ppo or "sort" in query)
         offset = whole("offset", query.get("offset") or "0")
-        return self._column(query.get("sort") or default), query.get("order") != "up", offset
+        return self._column(query.get("sort") or default), descending, offset
 
     def _opened(self, keys: Sequence[Key]) -> list[Row]:
         """Return responses with their texts and tokens."""
@@ -185,13 +200,17 @@ class Pages:
             }
             changed = {**kept, **(changes or {})}
             query_of_page = {name: value for name, value in changed.items() if value not in (None, "")}
-            return f"{self.root}/{to}?{urlencode(query_of_page)}"
+            return f"{self.root}/{kind}/{to}?{urlencode(query_of_page)}"
 
+        kind = self.rollouts.kind
         document = (
             _templates()
             .get_template(f"{page}.html.j2")
             .render(
                 page=page,
+                pages=self.names,
+                kind=kind,
+                kinds=self.kinds,
                 query=query,
                 rollouts=self.rollouts,
                 runs=self.rollouts.runs,
@@ -213,7 +232,7 @@ class Pages:
 @cache
 def _templates() -> Environment:
     templates = environment().overlay(loader=PackageLoader("rlhf_core.ops.inspect", package_path=""))
-    templates.filters.update(value=_value, lowest=queries.lowest)
+    templates.filters.update(value=_value, lowest=queries.lowest, column=_column)
     return templates
 
 
@@ -230,6 +249,11 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.2e}"
     return str(value)
+
+
+def _column(name: str) -> Markup:
+    """Return the name of a column, which can be broken after its parts."""
+    return Markup(re.sub("([/_.])", r"\1<wbr>", str(escape(name))))
 
 
 def _key(text: str) -> Key:

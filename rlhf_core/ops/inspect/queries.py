@@ -25,7 +25,8 @@ def steps(rollouts: Rollouts, chosen: Filter) -> list[Row]:
     means = ", ".join(f"avg({quoted(name)}) AS {quoted(name)}" for name in rollouts.numbers[1:])
     return rollouts.rows(
         "SELECT run, (step - ?) // ? AS bin, min(step) AS first, max(step) AS last, count(*) AS responses,"
-        f" count(excluded) AS excluded, avg(finished::INTEGER) AS finished, {means}"
+        f" count(excluded) AS excluded, avg(finished::INTEGER) AS finished, {means},"
+        " list_sort(list_distinct(flatten(array_agg(DISTINCT raised)))) AS raised"
         f" FROM rollouts WHERE {where} GROUP BY run, bin ORDER BY run, bin",
         [rollouts.first_step, width, *values],
     )
@@ -129,7 +130,7 @@ def parting(
     """
     where, values = _with_both(chosen, x, y)
     ranked = (
-        f'SELECT run, step, "index", prompt_id, {quoted(x)} AS x, {quoted(y)} AS y,'
+        f'SELECT run, step, "index", "group", prompt_id, {quoted(x)} AS x, {quoted(y)} AS y,'
         " percent_rank() OVER by_x AS above_x, percent_rank() OVER by_y AS above_y,"
         " rank() OVER by_x + cume_dist() OVER by_x * count(*) OVER () AS rank_x,"
         " rank() OVER by_y + cume_dist() OVER by_y * count(*) OVER () AS rank_y"

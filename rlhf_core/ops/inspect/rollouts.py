@@ -1,4 +1,4 @@
-"""The recorded rollouts of one or two runs in a database, for the pages of `rlhf inspect`.
+"""The recorded rollouts of one kind and of one or two runs in a database, for the pages of `rlhf inspect`.
 
     Parquet parts --> `rollouts`  one row for each response: what has one value, length, gap, annotations
                   --> `texts`     decoded responses to search in, filled by a thread (`decode_all`)
@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import duckdb
 import pyarrow as pa
@@ -34,6 +34,10 @@ LENGTH, GAP = "length", "gap"
 """Number of tokens of a response, and root mean square of the differences between `rollout_logprobs` and
 `old_logprobs` over its tokens, in nats.
 """
+GUARDS, CLIPPED = "guards", "clipped"
+"""Number of guards that the step raised, and share of the tokens of a response that the clip of the policy's
+loss holds after the update.
+"""
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": "400MB",
     "autoinstall_known_extensions": "false",
@@ -43,8 +47,12 @@ _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
 }
 _PARTS = "read_parquet(?, union_by_name = true, hive_partitioning = false)"
 """Without partitioning, because a folder `step=7` in their path would replace the column."""
+_TEXTS = ("source", "excluded", "model", "prompt_set")
+"""Columns that filters name. A kind without one has null there."""
 _DECODED_AT_ONCE = 1000
 Row = dict[str, Any]
+Kind = Literal["ppo", "evaluation", "match", "sample"]
+"""`kind` of the record."""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,14 +65,32 @@ class Key:
 
 
 @dataclass(frozen=True)
+class ClipRange:
+    """The ratios of new to old probabilities that the policy's loss does not clip."""
+
+    low: float
+    """Distance of the lowest ratio from 1."""
+    high: float
+    """Distance of the highest ratio from 1."""
+    of_response: bool = False
+    """Whether a response has one ratio, the geometric mean of those of its tokens."""
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """A run with a record."""
 
     name: str
     folder: Path
-    """Its artifact of the stage `ppo`, with `record` and `policy`."""
+    """The artifact with its `record`."""
     annotations: Mapping[str, Path] = field(default_factory=dict)
     """Parquet files with the columns kind, step, index and score, by name."""
+    guards: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Names of the guards that a step raised, by step."""
+    clip: ClipRange | None = None
+    """None: the policy's loss has none that is known."""
+    tokenizer: Path | None = None
+    """`tokenizer.json` of its tokens; None: that of `policy` in the folder."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +106,17 @@ class Filter:
     """Data source of the prompt."""
     excluded: str = ""
     """`yes` or `no`, or a reason."""
+    guard: str = ""
+    """Name of a guard that the step raised, or `any`."""
+    model: str = ""
+    """What answered, in kinds with several models."""
+    prompt_set: str = ""
     text: str = ""
     """Part of the response. Upper and lower case are alike, and so is white space of any length."""
 
     @classmethod
     def of(cls, query: Mapping[str, str], numbers: Sequence[str]) -> Self:
-        """Return the filter of a query with `min:COLUMN`, `max:COLUMN`, run, prompt, source, excluded, text.
+        """Return the filter of a query with `min:COLUMN`, `max:COLUMN` and the names of the other fields.
 
         Raises InputError for a value that is no number.
         """
@@ -95,7 +126,8 @@ class Filter:
             if query.get(f"min:{name}") or query.get(f"max:{name}")
         }
         run = query.get("run")
-        others = {name: query.get(name, "") for name in ("prompt", "source", "excluded", "text")}
+        names = ("prompt", "source", "excluded", "guard", "model", "prompt_set", "text")
+        others = {name: query.get(name, "") for name in names}
         return cls(limits, whole("run", run) if run else None, **others)
 
     def condition(self) -> tuple[str, list[Any]]:
@@ -109,7 +141,13 @@ class Filter:
         if self.run is not None:
             parts.append("run = ?")
             values.append(self.run)
-        for column, value in (("prompt_id", self.prompt), ("source", self.source)):
+        equal = {
+            "prompt_id": self.prompt,
+            "source": self.source,
+            "model": self.model,
+            "prompt_set": self.prompt_set,
+        }
+        for column, value in equal.items():
             if value:
                 parts.append(f"{column} = ?")
                 values.append(value)
@@ -118,6 +156,11 @@ class Filter:
         elif self.excluded:
             parts.append("excluded = ?")
             values.append(self.excluded)
+        if self.guard == "any":
+            parts.append(f"{GUARDS} > 0")
+        elif self.guard:
+            parts.append("list_contains(raised, ?)")
+            values.append(self.guard)
         if self.text:
             parts.append(
                 'EXISTS (FROM texts t WHERE (t.run, t.step, t."index") = (rollouts.run, rollouts.step,'
@@ -158,15 +201,18 @@ class Rollouts:
     Args:
         runs: The runs. The number of a run is its place.
         folder: An empty folder for the database.
+        kind: The kind of the rollouts.
 
     Raises:
         InputError: A run has no record.
     """
 
-    def __init__(self, runs: Sequence[RecordedRun], folder: Path) -> None:
+    def __init__(self, runs: Sequence[RecordedRun], folder: Path, kind: Kind = "ppo") -> None:
         self.runs = tuple(runs)
+        self.kind: Kind = kind
         self._parts = [_parts(run) for run in runs]
-        self.tokenizers = [Tokenizer.from_file(str(run.folder / "policy" / "tokenizer.json")) for run in runs]
+        files = [run.tokenizer or run.folder / "policy" / "tokenizer.json" for run in runs]
+        self.tokenizers = [Tokenizer.from_file(str(file)) for file in files]
         self._database = duckdb.connect(folder / "rollouts.duckdb", config=_SETTINGS)
         self._database.execute("SET temp_directory = ?", [str(folder)])
         self._database.execute("SET preserve_insertion_order = false")
@@ -188,11 +234,21 @@ class Rollouts:
         self.count, self.first_step, self.last_step = self.one(
             "SELECT count(*), min(step), max(step) FROM rollouts"
         )
-        distinct = self.rows("SELECT DISTINCT source FROM rollouts WHERE source IS NOT NULL ORDER BY source")
-        self.prompt_sources = [str(row["source"]) for row in distinct]
-        """Data sources of the prompts."""
+        self.choices = {name: self._distinct(name) for name in ("source", "model", "prompt_set")}
+        """Values of these columns."""
+        self.guards = sorted({name for run in runs for names in run.guards.values() for name in names})
+        """Names of the guards that any step raised."""
         self.decoded = 0
         """Responses that a search for text finds."""
+
+    @property
+    def lacks_clipped(self) -> bool:
+        """Whether a run has a clip range and no log-probabilities after the update (`record.level`)."""
+        return CLIPPED not in self.numbers and any(run.clip for run in self.runs)
+
+    def _distinct(self, name: str) -> list[str]:
+        rows = self.rows(f"SELECT DISTINCT {name} AS v FROM rollouts WHERE {name} IS NOT NULL ORDER BY v")
+        return [str(row["v"]) for row in rows]
 
     @property
     def sources(self) -> list[str]:
@@ -212,21 +268,28 @@ class Rollouts:
                 shown.append(f"{_without_nan(column)} AS {quoted(name)}")
             elif not kind.endswith("[]"):
                 shown.append(column)
-        if "source" not in names:
-            shown.append("NULL::VARCHAR AS source")
+        shown += [f"NULL::VARCHAR AS {name}" for name in _TEXTS if name not in names]
         if {"rollout_logprobs", "old_logprobs"} <= set(names):
             # `[1:]` copies. The function refuses missing lists in others, which filtered responses have.
             distance = "list_distance(record.rollout_logprobs[1:], record.old_logprobs[1:])"
             shown.append(f"{_without_nan(f'({distance} / sqrt(len(record.response_ids)))')} AS {GAP}")
-        joins = []
-        for place, name in enumerate(run.annotations):
+        if run.clip is not None and {"new_logprobs", "old_logprobs"} <= set(names):
+            shown.append(f"{_without_nan(_clipped(run.clip))} AS {CLIPPED}")
+        joins, files = [], list[Any]()
+        if run.guards:
+            shown.append(f"guards.raised, coalesce(len(guards.raised), 0)::DOUBLE AS {GUARDS}")
+            joins.append("LEFT JOIN (SELECT unnest(?) AS step, unnest(?) AS raised) guards USING (step)")
+            files += [list(run.guards), [list(names) for names in run.guards.values()]]
+        else:
+            shown.append(f"NULL::VARCHAR[] AS raised, NULL::DOUBLE AS {GUARDS}")
+        for place, (name, file) in enumerate(run.annotations.items()):
             shown.append(f"{_without_nan(f'a{place}.score')} AS {quoted(ANNOTATION + name)}")
             joins.append(
                 f'LEFT JOIN read_parquet(?) a{place} ON (a{place}.kind, a{place}.step, a{place}."index")'
                 ' = (record.kind, record.step, record."index")'
             )
-        values += [parts, *(str(file) for file in run.annotations.values())]
-        return f"SELECT {', '.join(shown)} FROM {_PARTS} record {' '.join(joins)}", values
+            files.append(str(file))
+        return f"SELECT {', '.join(shown)} FROM {_PARTS} record {' '.join(joins)}", [*values, parts, *files]
 
     def _numbers(self) -> list[str]:
         columns = self._database.execute("DESCRIBE rollouts").fetchall()
@@ -234,11 +297,13 @@ class Rollouts:
         names = [name for name in names if not name.startswith(WEIGHTED)]
         counts = self.one(f"SELECT {', '.join(f'count({quoted(name)})' for name in names)} FROM rollouts")
         found = [name for name, count in zip(names, counts, strict=True) if count]
-        if self.one("SELECT bool_and(total IS NOT DISTINCT FROM score) FROM rollouts") == (True,):
-            found = [name for name in found if name != "total"]
+        equal = "SELECT bool_and(total IS NOT DISTINCT FROM score) FROM rollouts"
+        if {"total", "score"} <= set(found) and self.one(equal) == (True,):
+            found.remove("total")
         rewards = [name for name in found if name.startswith((REWARD, ANNOTATION))]
         own = [name for name in ("score", "total", "kl") if name in found]
-        return ["step", *own, LENGTH, *rewards, *(name for name in found if name not in {*own, *rewards})]
+        place = "step" if self.kind == "ppo" else "group"
+        return [place, *own, LENGTH, *rewards, *(name for name in found if name not in {*own, *rewards})]
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         """Return the rows of a query, by name. Any thread may call this."""
@@ -334,6 +399,18 @@ class Rollouts:
         for run, parts in enumerate(self._parts):
             for part in reversed(parts):
                 yield run, part
+
+
+def _clipped(clip: ClipRange) -> str:
+    """Return the SQL of the share of a response's tokens whose ratio is outside a range."""
+    low = math.log(1 - clip.low) if clip.low < 1 else -math.inf
+    beyond = f"BETWEEN '{low}'::DOUBLE AND {math.log(1 + clip.high)}"
+    if clip.of_response:
+        return f"(list_avg(record.new_logprobs) - list_avg(record.old_logprobs) NOT {beyond})::DOUBLE"
+    pairs = "list_zip(record.new_logprobs, record.old_logprobs)"
+    count = f"len(list_filter({pairs}, lambda p: p[1] - p[2] NOT {beyond}))"
+    # A missing list is zipped as one of nulls.
+    return f"(CASE WHEN record.new_logprobs IS NOT NULL THEN {count} / len(record.new_logprobs) END)"
 
 
 def _without_nan(column: str) -> str:

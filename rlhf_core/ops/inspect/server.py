@@ -1,6 +1,6 @@
 """`rlhf inspect`: serves the pages on loopback until it is interrupted.
 
-    GET /{token}/{page} --> Host, Origin (`OwnAddressOnly`) --> token --> `Pages` --> HTML
+    GET /{token}/{kind}/{page} --> Host, Origin (`OwnAddressOnly`) --> token --> `Pages` --> HTML
 
 Every address contains a random token, which the printed link has: other users of the machine do not know it.
 The pages have no scripts, load nothing but their style, and no other page can embed them.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_urlsafe
 
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from rlhf_core.errors import InputError
 from rlhf_core.ops.inspect.pages import STYLE, Pages
-from rlhf_core.ops.inspect.rollouts import RecordedRun, Rollouts
+from rlhf_core.ops.inspect.rollouts import Kind, RecordedRun, Rollouts
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.serving import OwnAddressOnly, bind
 
@@ -34,14 +34,13 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-_PAGES = ("steps", "responses", "response", "phrases", "scores", "pairs")
 
 
-def serve(runs: Sequence[RecordedRun], port: int, ready: Callable[[str], None]) -> None:
+def serve(kinds: Mapping[Kind, Sequence[RecordedRun]], port: int, ready: Callable[[str], None]) -> None:
     """Serve the pages of one or two runs until a signal arrives.
 
     Args:
-        runs: The runs.
+        kinds: The runs that have each kind.
         port: Port of the address 127.0.0.1; 0 for any.
         ready: Called with the address of the first page when the server listens.
 
@@ -51,13 +50,13 @@ def serve(runs: Sequence[RecordedRun], port: int, ready: Callable[[str], None]) 
     token = token_urlsafe(16)
     stop = threading.Event()
     with bind("127.0.0.1", port) as bound, tempfile.TemporaryDirectory(prefix="rlhf-inspect-") as folder:
-        rollouts = Rollouts(runs, Path(folder))
-        decoder = threading.Thread(target=rollouts.decode_all, args=[stop], daemon=True)
+        opened = {kind: _open(runs, Path(folder) / kind, kind) for kind, runs in kinds.items()}
+        decoder = threading.Thread(target=_decode, args=[list(opened.values()), stop], daemon=True)
         decoder.start()
         bound.listen()  # a browser that is faster than the server waits
         ready(f"http://127.0.0.1:{bound.getsockname()[1]}/{token}/")
         config = uvicorn.Config(
-            make_app(rollouts, token),
+            make_app(opened, token),
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -70,6 +69,16 @@ def serve(runs: Sequence[RecordedRun], port: int, ready: Callable[[str], None]) 
             decoder.join(10)
 
 
+def _open(runs: Sequence[RecordedRun], folder: Path, kind: Kind) -> Rollouts:
+    folder.mkdir()
+    return Rollouts(runs, folder, kind)
+
+
+def _decode(opened: Sequence[Rollouts], stop: threading.Event) -> None:
+    for rollouts in reversed(opened):  # the few answers of the other kinds first
+        rollouts.decode_all(stop)
+
+
 def export(run: RecordedRun, step: int | None, file: Path) -> int:
     """Write a step, by default the last one, as one file, and return its number."""
     with tempfile.TemporaryDirectory(prefix="rlhf-inspect-") as folder:
@@ -79,27 +88,29 @@ def export(run: RecordedRun, step: int | None, file: Path) -> int:
     return chosen
 
 
-def make_app(rollouts: Rollouts, token: str) -> ASGIApp:
-    """Return the application. Every address begins with `token`."""
-    pages = Pages(rollouts, f"/{token}")
+def make_app(opened: Mapping[Kind, Rollouts], token: str) -> ASGIApp:
+    """Return the application for the rollouts of each kind. Every address begins with `token`."""
+    root = f"/{token}"
+    pages = {kind: Pages(rollouts, root, tuple(opened)) for kind, rollouts in opened.items()}
+    first_kind, first_pages = next(iter(pages.items()))
 
     def first(request: Request) -> Response:
-        return RedirectResponse(f"/{token}/steps", headers=_HEADERS)
+        return RedirectResponse(f"{root}/{first_kind}/{next(iter(first_pages.names))}", headers=_HEADERS)
 
     def style(request: Request) -> Response:
         return Response(STYLE, media_type="text/css", headers=_HEADERS)
 
     def page(request: Request) -> Response:
-        name = request.path_params["page"]
-        if name not in _PAGES:
-            return _html(pages.problem("there is no such page"), 404)
+        of_kind, name = pages.get(request.path_params["kind"]), request.path_params["page"]
+        if of_kind is None or name not in (*of_kind.names, "response"):
+            return _html(first_pages.problem("there is no such page"), 404)
         try:
-            return _html(getattr(pages, name)(request.query_params), 200)
+            return _html(getattr(of_kind, name)(request.query_params), 200)
         except InputError as error:
-            return _html(pages.problem(error.message), 400)
+            return _html(of_kind.problem(error.message), 400)
 
-    routes: list[BaseRoute] = [Route("/", first), Route("/style.css", style), Route("/{page}", page)]
-    return OwnAddressOnly(Starlette(routes=[Mount(f"/{token}", routes=routes)]))
+    routes: list[BaseRoute] = [Route("/", first), Route("/style.css", style), Route("/{kind}/{page}", page)]
+    return OwnAddressOnly(Starlette(routes=[Mount(root, routes=routes)]))
 
 
 def _html(document: str, status: int) -> Response:

@@ -228,11 +228,44 @@ _OF_EVALUATIONS: Mapping[GuardName, Callable[[Evaluations, float], str | None]] 
 }
 
 
-class Guards:
-    """The guards with their counters, which are stored in the checkpoint."""
+def raised_guards(
+    ppo: PPOConfig, history: Mapping[int, Mapping[str, float]], evaluations: Evaluations
+) -> dict[int, list[str]]:
+    """Return the guards that a finished run raised, by step. They follow from its metrics.
 
-    def __init__(self, ppo: PPOConfig) -> None:
+    Args:
+        ppo: Its settings.
+        history: Metrics of its steps by step, in order, as in `metrics.jsonl`.
+        evaluations: Those during the training.
+    """
+    guards = Guards(ppo, report=lambda name, text: None)
+    raised: dict[int, list[str]] = {}
+    for step, stored in history.items():
+        if stored.get("ppo/skipped_steps"):
+            continue
+        metrics = {**stored, TRAINS_POLICY: float("loss/policy" in stored)}
+        guards.check(metrics, step)
+        raised[step] = [name for name in NAMES if metrics.get(f"warnings/{name}")]
+    for version in evaluations:
+        until = {each: found for each, found in evaluations.items() if each <= version}
+        for name, describe in _OF_EVALUATIONS.items():
+            is_on = ppo.guards.get(name, "warn") != "off"
+            if is_on and describe(until, guard_limit(ppo.guard_limits, name)) is not None:
+                raised.setdefault(version, []).append(name)
+    return {step: names for step, names in raised.items() if names}
+
+
+class Guards:
+    """The guards with their counters, which are stored in the checkpoint.
+
+    Args:
+        ppo: The settings.
+        report: Gets the name and the text of a guard when it is raised.
+    """
+
+    def __init__(self, ppo: PPOConfig, report: Callable[[str, str], None] = alarm) -> None:
         self._ppo = ppo
+        self._report = report
         self._initial: dict[str, float] = {}
         self._in_a_row: dict[str, int] = {}
 
@@ -262,7 +295,7 @@ class Guards:
                 needed = math.ceil(self._limit(name))
             metrics[f"warnings/{name}"] = float(count >= needed)
             if count == needed:
-                alarm(name, f"step {step}: guard {name}: {conditions[name]}")
+                self._report(name, f"step {step}: guard {name}: {conditions[name]}")
             if count >= needed and action == "stop":
                 failures.append(f"guard {name}: {conditions[name]}")
         return failures
@@ -276,7 +309,7 @@ class Guards:
         """
         problem = never_ends({"the SFT model": metrics.get("rollout/eos_rate", 1.0)})
         if problem is not None and self._ppo.guards.get("eos_loss") != "off":
-            alarm("eos_loss", f"step {step}: guard eos_loss: {problem}")
+            self._report("eos_loss", f"step {step}: guard eos_loss: {problem}")
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[str, str]:
         """Return a description of each condition that is met, by the name of the guard."""

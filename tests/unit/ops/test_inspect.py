@@ -4,6 +4,9 @@
 - responses are escaped, and invisible characters are replaced
 - filters, orders and searches choose the right responses; a column that does not exist is refused, and so
   are numbers that no record has
+- the guards that a step raised, and the share of clipped tokens, are columns and filters; a record without
+  log-probabilities after the update says that it lacks them
+- the answers of an evaluation are shown by prompt and by model, also of a run without PPO
 - a folder `step=9` in the path of a record is no value of a column
 - ranges are named only where they have a value
 - NaN is no value, columns without values are left out, a missing level has no gap
@@ -31,7 +34,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -48,16 +51,21 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.record import RecordConfig, RecordLevel
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
-from rlhf_core.ops.finished_run import newest_run
+from rlhf_core.ops.finished_run import find_run, newest_run
 from rlhf_core.ops.inspect.pages import Pages
 from rlhf_core.ops.inspect.queries import grid, lowest, pairs, parting, steps
-from rlhf_core.ops.inspect.rollouts import Filter, Key, RecordedRun, Rollouts
+from rlhf_core.ops.inspect.recorded import clip_range, recorded_runs
+from rlhf_core.ops.inspect.rollouts import CLIPPED, GUARDS, ClipRange, Filter, Key, RecordedRun, Rollouts
 from rlhf_core.ops.inspect.server import export, make_app
 from rlhf_core.ops.inspect.tokens import tokens_of
+from rlhf_core.pipeline import StageName
+from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.record.schema import schema_of
 from rlhf_core.record.writer import RecordWriter
+from rlhf_core.run.local_context import stage_context
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
+from rlhf_core.types import PromptExample, RewardInput
 
 HOSTILE = "<script>alert('x')</script> \u202e gnp.exe & \"quoted\""
 PHRASE = "calm calm dog"
@@ -136,26 +144,26 @@ def both(record: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rol
 
 @pytest.fixture
 def client(both: Rollouts) -> TestClient:
-    return TestClient(make_app(both, "secret"), base_url="http://127.0.0.1:80")
+    return TestClient(make_app({"ppo": both}, "secret"), base_url="http://127.0.0.1:80")
 
 
 @pytest.mark.parametrize(
     "page",
-    ["steps", "responses", "response?of=0,2,3&beside=1,2,3", "phrases", "scores", "pairs", "style.css"],
+    ["steps", "responses", "response?of=0,2,3&beside=1,2,3", "phrases", "scores", "pairs"],
 )
 def test_every_page_answers_with_the_token_only_and_has_no_scripts(client: TestClient, page: str) -> None:
-    answer = client.get(f"/secret/{page}")
+    answer = client.get(f"/secret/ppo/{page}")
     assert answer.status_code == 200, answer.text
     assert "<script" not in answer.text and "\u202e" not in answer.text
     assert answer.headers["content-security-policy"].startswith("default-src 'none'; style-src 'self'")
     assert client.get(f"/{page}").status_code == 404
     assert client.get(f"/other/{page}").status_code == 404
-    assert client.get(f"/secret/{page}", headers={"host": "evil.example"}).status_code == 403
-    assert client.get(f"/secret/{page}", headers={"origin": "http://evil.example"}).status_code == 403
+    assert client.get(f"/secret/ppo/{page}", headers={"host": "evil.example"}).status_code == 403
+    assert client.get(f"/secret/ppo/{page}", headers={"origin": "http://evil.example"}).status_code == 403
 
 
 def test_a_hostile_response_is_shown_as_text(client: TestClient) -> None:
-    shown = client.get("/secret/responses", params={"text": "<script>"}).text
+    shown = client.get("/secret/ppo/responses", params={"text": "<script>"}).text
     assert "1 to 2 of 2" in shown
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; \N{REPLACEMENT CHARACTER} gnp.exe" in shown
 
@@ -179,16 +187,16 @@ def test_filters_and_orders_choose_responses(both: Rollouts) -> None:
 
 def test_values_of_a_query_are_no_sql(client: TestClient) -> None:
     for name, value in {"text": "' OR 1=1 --", "prompt": "' OR 1=1 --", "excluded": "' OR 1=1 --"}.items():
-        assert "<span>none</span>" in client.get("/secret/responses", params={name: value}).text
+        assert "<span>none</span>" in client.get("/secret/ppo/responses", params={name: value}).text
     large = {"offset": "9" * 20}, {"offset": "9" * 5000}, {"run": "1e300"}
     for wrong in (
         {"sort": 'score" --'}, {"min:score": "1 OR 1"}, {"offset": "x"}, {"sort": "prompt_ids"}, *large
     ):  # fmt: skip
-        assert client.get("/secret/responses", params=wrong).status_code == 400
-    assert client.get("/secret/scores?x=nothing").status_code == 400
+        assert client.get("/secret/ppo/responses", params=wrong).status_code == 400
+    assert client.get("/secret/ppo/scores?x=nothing").status_code == 400
     for key in ("0,9,9", "2,1,1", "0,1", "a,b,c", "", "0,1," + "9" * 20):
-        assert client.get("/secret/response", params={"of": key}).status_code == 400
-    assert client.get("/secret/nothing").status_code == 404
+        assert client.get("/secret/ppo/response", params={"of": key}).status_code == 400
+    assert client.get("/secret/ppo/nothing").status_code == 404
 
 
 def test_columns_are_those_with_values(both: Rollouts) -> None:
@@ -221,7 +229,7 @@ def test_steps_are_means_without_nan(both: Rollouts) -> None:
 def test_a_phrase_that_rose_is_found_with_what_it_is_paid_within_its_steps(
     both: Rollouts, client: TestClient
 ) -> None:
-    shown = client.get("/secret/phrases?run=0").text
+    shown = client.get("/secret/ppo/phrases?run=0").text
     rows = re.findall(r"<tr><th scope=\"row\".*?</tr>", shown.partition("Phrases that rose")[2])
     cells = [html.unescape(re.sub("<[^>]*>", " ", row)).split() for row in rows]
     [found] = [row for row in cells if " ".join(row).startswith(f"is kind {PHRASE}")]
@@ -233,7 +241,7 @@ def test_a_phrase_that_rose_is_found_with_what_it_is_paid_within_its_steps(
 
 
 def test_a_number_of_the_grid_is_that_of_its_responses(both: Rollouts, client: TestClient) -> None:
-    shown = client.get("/secret/scores?x=reward/model&y=reward/gold&run=0").text
+    shown = client.get("/secret/ppo/scores?x=reward/model&y=reward/gold&run=0").text
     cells = re.findall(r'<td class="number heat[^>]*><a href="([^"]*)">(\d+)</a>', shown)
     assert sum(int(count) for _, count in cells) == 12, "without the four of NaN"
     for address, count in cells:
@@ -313,9 +321,9 @@ def test_a_record_without_scores_is_sorted_by_what_it_has(record: Path, tmp_path
 
 
 def test_ranges_are_named_only_where_they_have_a_value(client: TestClient) -> None:
-    shown = client.get("/secret/responses?text=&source=&min:score=&max:score=&min:kl=1&max:kl=").text
+    shown = client.get("/secret/ppo/responses?text=&source=&min:score=&max:score=&min:kl=1&max:kl=").text
     assert "<summary>Ranges: kl</summary>" in shown and 'name="source"' in shown
-    assert "<summary>Ranges</summary>" in client.get("/secret/responses?min:score=&max:score=").text
+    assert "<summary>Ranges</summary>" in client.get("/secret/ppo/responses?min:score=&max:score=").text
 
 
 def test_the_database_reads_no_other_files(both: Rollouts, tmp_path: Path) -> None:
@@ -346,18 +354,142 @@ def test_a_step_is_exported_as_one_file(record: Path, tmp_path: Path) -> None:
     assert export(RecordedRun("one", record), None, file) == 4
 
 
+def test_the_guards_of_a_step_are_a_column_and_a_filter(run: Path, tmp_path: Path) -> None:
+    kinds = recorded_runs([find_run("small", str(run))])
+    [one] = kinds["ppo"]
+    # The limit of `loops` is 0.2, and two steps in a row raise it: 2/10 and 3/10.
+    assert one.guards == {3: ["loops"], 4: ["loops"]}
+    (tmp_path / "database").mkdir()
+    rollouts = Rollouts([one], tmp_path / "database")
+    assert rollouts.numbers[-1] == GUARDS and rollouts.guards == ["loops"]
+    for guard, found in {"loops": {3, 4}, "any": {3, 4}, "eos_loss": set()}.items():
+        count, rows = rollouts.page(Filter(guard=guard), GUARDS, descending=True, offset=0, limit=99)
+        assert count == 4 * len(found) and {row["step"] for row in rows} == found
+    pages = Pages(rollouts, "")
+    assert ">loops</option>" in pages.responses({}) and "<small>loops</small>" in pages.responses({})
+    assert pages.steps({}).count("<small>loops</small>") == 2
+
+
+@pytest.mark.parametrize(
+    ("clip", "shares"),
+    [
+        (ClipRange(0.2, 0.2), {0: 0.0, 1: 1.0, 3: 0.5}),
+        (ClipRange(0.2, 0.9), {0: 0.0, 1: 0.0, 3: 0.0}),
+        (ClipRange(1.0, 4.0), {0: 0.0, 1: 0.0, 3: 0.0}),
+        (ClipRange(0.2, 0.2, of_response=True), {0: 0.0, 1: 1.0, 3: 1.0}),
+    ],
+)
+def test_the_share_of_clipped_tokens_follows_from_both_log_probabilities(
+    record: Path, tmp_path: Path, clip: ClipRange, shares: dict[int, float]
+) -> None:
+    shutil.copytree(record, tmp_path / "ppo")
+    for part in (tmp_path / "ppo" / "record").iterdir():
+        rows = pq.read_table(part)
+        new = []
+        for index, old in zip(rows["index"].to_pylist(), rows["old_logprobs"].to_pylist(), strict=True):
+            # The ratios are 1, exp(0.5) = 1.65, and in the last response both, by turns, from 1.65 on.
+            moved = {0: [0.0], 1: [0.5], 2: [0.5], 3: [0.5, 0.0]}[index]
+            new.append(None if old is None else [x + moved[n % len(moved)] for n, x in enumerate(old)])
+        place = rows.schema.get_field_index("new_logprobs")
+        pq.write_table(
+            rows.set_column(place, rows.schema[place], pa.array(new, rows.schema[place].type)), part
+        )
+    rollouts = Rollouts([RecordedRun("one", tmp_path / "ppo", clip=clip)], tmp_path)
+    _, found = rollouts.page(Filter({"step": (4, 4)}), CLIPPED, descending=True, offset=0, limit=9)
+    values = {row["index"]: row[CLIPPED] for row in found}
+    length = {row["index"]: row["length"] for row in found}[3]
+    if shares[3] == 0.5:
+        shares = {**shares, 3: -(-length // 2) / length}
+    assert values == pytest.approx({**shares, 2: None}), "the filtered one has none"
+    assert not rollouts.lacks_clipped
+
+
+def test_a_record_that_lacks_what_clipping_needs_says_so(record: Path, tmp_path: Path) -> None:
+    said = "The share of clipped tokens needs"
+    for number, (clip, says) in enumerate({ClipRange(0.2, 0.2): True, None: False}.items()):
+        (folder := tmp_path / str(number)).mkdir()
+        rollouts = Rollouts([RecordedRun("one", record, clip=clip)], folder)
+        assert (said in Pages(rollouts, "").responses({})) == says
+
+
+def test_the_clip_range_is_that_of_the_loss() -> None:
+    def of(ppo: dict[str, object]) -> ClipRange | None:
+        return clip_range(PipelineConfig.model_validate({"ppo": ppo}).ppo)
+
+    assert of({"clip_high": 0.3}) == ClipRange(0.2, 0.3)
+    assert of({"loss": {"type": "gspo"}}) == ClipRange(3e-4, 4e-4, of_response=True)
+    assert of({"loss": {"type": "cispo"}}) == ClipRange(1.0, 4.0)
+    assert of({"loss": {"type": "python", "function": "loss.py:loss"}}) is None
+
+
+def _publish(home: Path, name: str, folders: Mapping[StageName, Path]) -> None:
+    """Publish the artifacts of a run in `folders`, which are moved, and write its summary."""
+    config = PipelineConfig.model_validate(
+        {"run": {"home": str(home), "name": name}, "ppo": {"guard_patience": 2}}
+    )
+    store = ArtifactStore(Store(config.store_url), home / "cache")
+    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
+    key = name.encode().hex().rjust(16, "0")
+    stages = {stage: {"artifact": store.publish(stage, key, at, made).uri} for stage, at in folders.items()}
+    file = home / "runs" / name / "summary.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"run": name, "stages": stages}))
+
+
 @pytest.fixture
 def run(record: Path, tmp_path: Path) -> Path:
     """The home of a run whose artifact of `ppo` is in its store."""
-    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path), "name": "small"}})
-    store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
-    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
-    shutil.copytree(record, tmp_path / "ppo")  # publishing moves it
-    stages = {"ppo": {"artifact": store.publish("ppo", "c" * 16, tmp_path / "ppo", made).uri}}
-    file = tmp_path / "runs" / "small" / "summary.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"run": "small", "stages": stages}))
+    shutil.copytree(record, tmp_path / "ppo")
+    at_first = {"rollout/eos_rate": 1.0, "policy/entropy": 1.0, "rollout/length": 20.0, "loss/policy": 0.1}
+    metrics = [{"step": step, **at_first, "rollout/repeating_rate": step / 10} for step in range(1, 5)]
+    (tmp_path / "ppo" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    _publish(tmp_path, "small", {"ppo": tmp_path / "ppo"})
     return tmp_path
+
+
+def test_a_run_without_ppo_shows_the_answers_of_its_evaluation_by_prompt(
+    record: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "without"
+    context = stage_context(tmp_path / "stage")
+    answers = AnswerRecord("evaluation", RecordConfig(), seed=lambda _: 7)
+    prompts = [PromptExample(f"p{number}", "", (5,), source="chats") for number in range(2)]
+    for score, model in enumerate(("sft", "dpo")):
+        rows = [RewardInput(each.prompt_id, "", "", (5,), (6, 7, 8)[: score + 1], True) for each in prompts]
+        answers.add(model, prompts, rows, "held-out")
+        answers.note("score", rows, [score + 0.5, score - 0.5])
+    answers.save(context)
+    shutil.copytree(record / "policy", tmp_path / "data" / "tokenizer")
+    _publish(home, "dpo", {"data": tmp_path / "data", "evaluate": context.output})
+
+    kinds = recorded_runs([find_run("dpo", str(home))])
+    assert list(kinds) == ["evaluation"]
+    (tmp_path / "database").mkdir()
+    rollouts = Rollouts(kinds["evaluation"], tmp_path / "database", "evaluation")
+    rollouts.decode_all(threading.Event())
+    web = TestClient(make_app({"evaluation": rollouts}, "secret"), base_url="http://127.0.0.1:80")
+    shown = web.get("/secret/").text
+    assert "Answers, those to one prompt together" in shown and ">Steps<" not in shown
+    cells = re.findall(
+        r'<td>(\w+)<br><small>held-out</small></td>.*?<td class="number">([-\d.]+)<', shown, re.S
+    )
+    assert cells == [("sft", "0.500"), ("dpo", "1.500"), ("sft", "-0.500"), ("dpo", "0.500")]
+    assert "1 to 2 of 2" in web.get("/secret/evaluation/responses?model=dpo").text
+    assert "1 to 3 of 3" in web.get("/secret/evaluation/responses?min:score=0").text
+    by_score = web.get("/secret/evaluation/responses?sort=score").text
+    assert by_score.index("1.500") < by_score.index("-0.500"), "the largest is first"
+    assert web.get("/secret/evaluation/response?of=0,0,2").status_code == 200
+    assert "rank correlation" in web.get("/secret/evaluation/scores").text
+    for page in ("evaluation/steps", "ppo/steps", "match/responses"):
+        assert web.get(f"/secret/{page}").status_code == 404
+
+    file = str(tmp_path / "step.html")
+    assert cli.main(["inspect", "--home", str(home), "--export", file]) == 2
+    assert "dpo has no recorded steps of PPO; leave --export out" in capsys.readouterr().err
+    both = recorded_runs([find_run("small", str(run)), find_run("dpo", str(home))])
+    assert {kind: [each.name for each in runs] for kind, runs in both.items()} == {
+        "ppo": ["small"], "evaluation": ["dpo"],
+    }  # fmt: skip
 
 
 def test_the_command_exports_a_step_of_the_newest_run(
