@@ -216,16 +216,26 @@ def _sigmoid(logits: Any) -> Any:
     return 1.0 / (1.0 + np.exp(-np.clip(logits, -_LIMIT, _LIMIT)))
 
 
+def difference_of_means(a: Interval, b: Interval) -> Interval:
+    """Return a minus b of two independent means, with the interval that follows from theirs (MOVER, Zou and
+    Donner 2008, Stat. Med. 27:1693):
+
+        low  = a - b - sqrt((a - low_a)^2 + (high_b - b)^2)
+        high = a - b + sqrt((high_a - a)^2 + (b - low_b)^2)
+
+    >>> difference_of_means(Interval(5.0, 2.0, 9.0), Interval(1.0, -2.0, 5.0))
+    Interval(mean=4.0, low=-1.0, high=9.0)
+    """
+    mean = a.mean - b.mean
+    low = mean - math.hypot(a.mean - a.low, b.high - b.mean)
+    return Interval(mean, low, mean + math.hypot(a.high - a.mean, b.mean - b.low))
+
+
 def difference_of_shares(
     share_a: float, count_a: int, share_b: float, count_b: int, confidence: float
 ) -> Interval:
     """Return `share_a` - `share_b` of two independent samples, with Newcombe's hybrid score interval (1998,
-    method 10):
-
-        low  = d - sqrt((a - low_a)^2 + (high_b - b)^2)
-        high = d + sqrt((high_a - a)^2 + (b - low_b)^2)
-
-    where the bounds of each share are Wilson's.
+    method 10): that of `difference_of_means`, where the bounds of each share are Wilson's.
 
     Args:
         share_a: Share of the first sample, in [0, 1].
@@ -234,11 +244,7 @@ def difference_of_shares(
         count_b: Its number of trials.
         confidence: Level of the interval, in [0, 1].
     """
-    a, b = wilson(share_a, count_a, confidence), wilson(share_b, count_b, confidence)
-    mean = share_a - share_b
-    low = mean - math.hypot(share_a - a.low, b.high - share_b)
-    high = mean + math.hypot(a.high - share_a, share_b - b.low)
-    return Interval(mean, low, high)
+    return difference_of_means(wilson(share_a, count_a, confidence), wilson(share_b, count_b, confidence))
 
 
 @dataclass(frozen=True)

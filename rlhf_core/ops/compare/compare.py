@@ -2,7 +2,8 @@
 
 The first run is what the others are compared with. A difference of results is paired: it is the mean over the
 held-out prompts that both runs answered, of the scores that both evaluations have kept, with the interval of
-the evaluation. Scores of two reward models are not comparable, so a measure whose digest differs has none.
+the evaluation. Where they answered mostly different prompts, as with two seeds of the split, it is that of two
+independent means. Scores of two reward models are not comparable, so a measure whose digest differs has none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -24,7 +25,8 @@ from rlhf_core.config.keys import leaves
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES
-from rlhf_core.evaluation.plots import StepMetrics, read_step_metrics
+from rlhf_core.evaluation.plots import GOLD, StepMetrics, read_step_metrics
+from rlhf_core.evaluation.statistics import Interval, difference_of_means
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.ops.first_difference import Recording, differing, first_difference
@@ -36,6 +38,8 @@ from rlhf_core.system.files import read_json
 
 CURVES = {"score": "objective/scores", "KL": "objective/kl", "length": "rollout/length"}
 """Metrics of the steps of PPO by the names that are shown."""
+_GOLD = {"gold": GOLD}
+"""Shown as well if all runs have it."""
 _SHOWN_STEPS = 10
 _VERDICTS = 2
 """Measures in the first line."""
@@ -50,8 +54,8 @@ class Row:
     values: tuple[Any, ...]
     """Of each run: a value, or a table with `mean`, `low` and `high`; None if it has none."""
     differences: tuple[dict[str, float] | None, ...] = ()
-    """`mean`, `low`, `high` and `prompts` of each further run minus the first one, paired by prompt; None if
-    they are not comparable.
+    """`mean`, `low`, `high` and `prompts` of each further run minus the first one; None if they are not
+    comparable. It is paired by prompt, or has `other_prompts` of the further run and is not.
     """
 
 
@@ -73,6 +77,8 @@ class Comparison:
     """Address of MLflow's page that compares the runs; empty if they are in different servers."""
     histories: Mapping[str, StepMetrics]
     """All metrics of the steps of PPO by run."""
+    metrics: Mapping[str, str]
+    """Metrics of `curves` by name."""
 
     @property
     def verdict(self) -> str:
@@ -89,18 +95,24 @@ class Comparison:
                     claim = f"{name} is better at {what} than {first}"
                 elif each["high"] < 0:
                     claim = f"{first} is better at {what} than {name}"
-                sentences.append(f"{claim}: {signed(each)} for {name} on {each['prompts']} prompts")
+                sentences.append(f"{claim}: {signed(each)} for {name} on {counted(each)} prompts")
         return "; ".join(sentences)
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self) | {"verdict": self.verdict}
-        del found["histories"]
+        del found["histories"], found["metrics"]
         return found
 
 
 def signed(difference: Mapping[str, float]) -> str:
     """Return a difference with its interval."""
     return f"{difference['mean']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]"
+
+
+def counted(difference: Mapping[str, float]) -> str:
+    """Return the number of prompts of a difference: one if it is paired, and else one of each run."""
+    others = difference.get("other_prompts")
+    return f"{difference['prompts']}" if others is None else f"{difference['prompts']} and {others} other"
 
 
 def compare(names: Sequence[str], home: str, endpoint: str | None = None) -> Comparison:
@@ -120,16 +132,20 @@ def compare(names: Sequence[str], home: str, endpoint: str | None = None) -> Com
     runs = [_Run(find_run(name, home, endpoint)) for name in names]
     facts = [_facts(run.finished) for run in runs]
     by_kind = {kind: differing(*(each[kind] for each in facts)) for kind in facts[0]}
-    steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
+    has_gold = all(any(map(isfinite, run.history.column(GOLD))) for run in runs)
+    metrics = CURVES | _GOLD if has_gold else CURVES
+    curves = [run.curve(metrics.values()) for run in runs]
+    steps = sorted(set.intersection(*map(set, curves)))
     return Comparison(
         tuple(run.name for run in runs),
         {kind: [Row(*each) for each in rows.items()] for kind, rows in by_kind.items() if rows},
         _results(runs),
         int(runs[0].evaluation.get("prompts", 0)),
-        [(step, _values(runs, step)) for step in _spaced(steps)],
+        [(step, _values([curve[step] for curve in curves], metrics)) for step in _spaced(steps)],
         _parted(runs, steps[-1]) if steps else "",
         _mlflow_link([run.finished for run in runs]),
         {run.name: run.history for run in runs},
+        metrics,
     )
 
 
@@ -178,10 +194,6 @@ class _Run:
         """Metrics of the steps of PPO."""
         if "ppo" in self.folders:
             self.history = read_step_metrics(self.folders["ppo"] / "metrics.jsonl")
-        self.curve: dict[int, tuple[float, ...]] = {}
-        """Values of `CURVES` by step."""
-        for step, *values in zip(*map(self.history.column, ("step", *CURVES.values())), strict=True):
-            self.curve[int(step)] = tuple(map(float, values))
         self.evaluation: Mapping[str, Any] = {}
         """Content of `evaluation.json`."""
         self.scores: Mapping[str, Mapping[str, float]] = {}
@@ -189,6 +201,16 @@ class _Run:
         if "evaluate" in self.folders:
             self.evaluation = json.loads((self.folders["evaluate"] / "evaluation.json").read_bytes())
             self.scores = _scores(self.folders["evaluate"], self.policy, self._digests)
+
+    def curve(self, metrics: Iterable[str]) -> dict[int, tuple[float, ...]]:
+        """Return the values of these metrics by step."""
+        columns = zip(*map(self.history.column, ("step", *metrics)), strict=True)
+        return {int(step): tuple(map(float, values)) for step, *values in columns}
+
+    def interval(self, measure: str, prompts: Sequence[str], values: Sequence[float]) -> Interval:
+        """Return the mean of values of held-out prompts, with the interval of the evaluation."""
+        intervals = Intervals(self.finished.config("evaluate"), load_prompts(self.folders["data"], "eval"))
+        return intervals.mean(measure, values, intervals.groups_of(prompts))
 
     def judge_digest(self, measure: str) -> str | None:
         """Return what the scores of two runs must share to be comparable; None if this is not known."""
@@ -240,34 +262,41 @@ def _scores(folder: Path, policy: str, measures: Collection[str]) -> dict[str, d
     return {name: {prompt: fmean(v) for prompt, v in of.items()} for name, of in found.items()}
 
 
-def _paired(first: _Run, second: _Run) -> dict[str, dict[str, float]]:
-    """Return `mean`, `low`, `high` of the second run minus the first, and the number of prompts."""
+def _differences(first: _Run, second: _Run) -> dict[str, dict[str, float]]:
+    """Return `mean`, `low`, `high` of the second run minus the first, and the numbers of prompts."""
     found: dict[str, dict[str, float]] = {}
-    if not first.scores:
-        return found
-    interval = Intervals(first.finished.config("evaluate"), load_prompts(first.folders["data"], "eval"))
     for measure, ours in first.scores.items():
         theirs = second.scores.get(measure, {})
-        common = [prompt for prompt in ours if prompt in theirs]
         digest = first.judge_digest(measure)
-        if common and digest is not None and digest == second.judge_digest(measure):
+        if not theirs or digest is None or digest != second.judge_digest(measure):
+            continue
+        common = [prompt for prompt in ours if prompt in theirs]
+        if 2 * len(common) >= min(len(ours), len(theirs)):
             values = [theirs[prompt] - ours[prompt] for prompt in common]
-            mean = interval.mean(measure, values, interval.groups_of(common))
-            # The other names are those of `summary.json`.
-            name = {"gold": "gold_reward"}.get(measure, measure.replace("rule/", "rules/"))
-            found[name] = {**mean.to_json(), "prompts": len(common)}
+            difference = first.interval(measure, common, values)
+            counts = {"prompts": len(common)}
+        else:
+            means = [
+                run.interval(measure, list(scores), list(scores.values()))
+                for run, scores in ((second, theirs), (first, ours))
+            ]
+            difference = difference_of_means(*means)
+            counts = {"prompts": len(ours), "other_prompts": len(theirs)}
+        # The other names are those of `summary.json`.
+        name = {"gold": "gold_reward"}.get(measure, measure.replace("rule/", "rules/"))
+        found[name] = {**difference.to_json(), **counts}
     return found
 
 
 def _results(runs: Sequence[_Run]) -> list[Row]:
     """Return the results of all runs, those first that are paired and most trustworthy."""
-    paired = [_paired(runs[0], other) for other in runs[1:]]
+    differences = [_differences(runs[0], other) for other in runs[1:]]
     by_run = [run.results() for run in runs]
-    names = dict.fromkeys([*MEASURES, *(n for each in paired for n in each), *(n for f in by_run for n in f)])
+    names = dict.fromkeys([*MEASURES, *(n for each in differences for n in each), *(n for f in by_run for n in f)])
     rows = []
     for name in names:
         values = tuple(found.get(name) for found in by_run)
-        rows.append(Row(name, values, tuple(each.get(name) for each in paired)))
+        rows.append(Row(name, values, tuple(each.get(name) for each in differences)))
     return [row for row in rows if any(value is not None for value in (*row.values, *row.differences))]
 
 
@@ -276,9 +305,11 @@ def _spaced(steps: Sequence[int]) -> list[int]:
     return [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
 
 
-def _values(runs: Sequence[_Run], step: int) -> dict[str, tuple[float | None, ...]]:
-    of_runs = [[value if isfinite(value) else None for value in run.curve[step]] for run in runs]
-    return dict(zip(CURVES, zip(*of_runs, strict=True), strict=True))
+def _values(
+    of_runs: Sequence[Sequence[float]], metrics: Iterable[str]
+) -> dict[str, tuple[float | None, ...]]:
+    by_run = [[value if isfinite(value) else None for value in values] for values in of_runs]
+    return dict(zip(metrics, zip(*by_run, strict=True), strict=True))
 
 
 def _parted(runs: Sequence[_Run], last: int) -> str:

@@ -9,7 +9,7 @@ from jinja2 import ChoiceLoader, PackageLoader
 from rlhf_core.config.redact import printable
 from rlhf_core.evaluation.plots import compared_curves, to_image
 from rlhf_core.evaluation.report import Plot, environment
-from rlhf_core.ops.compare.compare import CURVES, Comparison, signed
+from rlhf_core.ops.compare.compare import Comparison, counted, signed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,21 +26,23 @@ def tables(found: Comparison) -> dict[str, _Table]:
         differing += [[kind, row.what, *map(_in_words, row.values)] for row in rows]
     results = []
     for row in found.results:
-        minus = ["-" if each is None else f"{signed(each)} on {each['prompts']}" for each in row.differences]
+        minus = ["-" if each is None else f"{signed(each)} on {counted(each)}" for each in row.differences]
         results.append([row.what, *map(_in_words, row.values), *minus])
     curves = []
     for step, values in found.curves:
         cells = [each for of_runs in values.values() for each in of_runs]
         curves.append([str(step), *("-" if each is None else f"{each:.3g}" for each in cells)])
-    paired = (
+    note = (
         f"Differences are paired by prompt. They are of those of the {found.held_out} held-out prompts of A"
-        " that both runs answered and whose scores both have kept."
+        " that both runs answered and whose scores both have kept. Where they have mostly other prompts, the"
+        " difference is that of two independent means. All intervals are over prompts: one seed of each says"
+        " nothing about the noise of training."
     )
-    columns = [f"{name} {letter}" for name in CURVES for letter in letters]
+    columns = [f"{name} {letter}" for name in found.metrics for letter in letters]
     shown: dict[str, _Table] = {
         "Runs": (["", "run"], [list(each) for each in zip(letters, found.runs, strict=True)], ""),
         "What differs": (["kind", "what", *letters], differing, ""),
-        "Results": (["measure", *letters, *(f"{other} - A" for other in letters[1:])], results, paired),
+        "Results": (["measure", *letters, *(f"{other} - A" for other in letters[1:])], results, note),
         "PPO": (["step", *columns], curves, found.parted),
     }
     return {title: table for title, table in shown.items() if table[1]}
@@ -84,7 +86,7 @@ def render(found: Comparison) -> str:
     loader = ChoiceLoader([PackageLoader(package, package_path="") for package in packages])
     plots = []
     if found.curves:
-        image = to_image(compared_curves(found.histories, CURVES))
+        image = to_image(compared_curves(found.histories, found.metrics))
         plots.append(Plot("Steps of PPO", found.parted, image))
     page = environment().overlay(loader=loader).get_template("compare.html.j2")
     return page.render(found=found, tables=tables(found), plots=plots).strip() + "\n"

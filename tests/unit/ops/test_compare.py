@@ -28,7 +28,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.record import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.errors import InputError
-from rlhf_core.evaluation.statistics import bootstrap_mean
+from rlhf_core.evaluation.statistics import bootstrap_mean, difference_of_means
 from rlhf_core.ops.compare.compare import Comparison, compare
 from rlhf_core.ops.compare.page import render, tables
 from rlhf_core.record.answers import AnswerRecord
@@ -41,7 +41,7 @@ from rlhf_core.testing import stage_context
 from rlhf_core.types import PromptExample, RewardInput
 
 INTERVAL = {"mean": 0.9, "low": 0.8, "high": 1.0}
-PROMPTS = [f"p{i}" for i in range(8)]
+PROMPTS = tuple(f"p{i}" for i in range(8))
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,9 @@ class Made:
     scores: Sequence[float] = (0.1, 0.2, 0.3)
     responses: Sequence[int] = (5, 6, 7)
     prompt: str = "p0"
+    prompts: Sequence[str] = PROMPTS
+    """The held-out ones."""
+    gold_curve: bool = False
     server: str = "http://127.0.0.1:5000"
 
 
@@ -72,16 +75,16 @@ def make(home: Path, run: Made) -> None:
     for folder in (data, evaluate, ppo):
         folder.mkdir(parents=True)
     # The last two prompts are related.
-    groups = [*PROMPTS[:-2], "related", "related"]
-    examples = [PromptExample(p, p, (1,), group=g) for p, g in zip(PROMPTS, groups, strict=True)]
+    groups = [*run.prompts[:-2], "related", "related"]
+    examples = [PromptExample(p, p, (1,), group=g) for p, g in zip(run.prompts, groups, strict=True)]
     write(data, "prompts", "eval", examples)
     evaluation = {
-        "prompts": len(PROMPTS),
+        "prompts": len(run.prompts),
         "judge_digests": {"gold": "synthetic-3", "reward_model": run.reward_model, "rules": "3" * 64},
     }
     (evaluate / "evaluation.json").write_text(json.dumps(evaluation))
     lines = []
-    for prompt, gold in zip(PROMPTS, run.gold, strict=False):
+    for prompt, gold in zip(run.prompts, run.gold, strict=False):
         scores = {model: {"gold": gold, "reward_model": gold} for model in ("sft", "ppo")}
         lines.append(json.dumps({"prompt_id": prompt, "scores": scores}) + "\n")
     (evaluate / "samples.jsonl").write_text("".join(lines))
@@ -91,6 +94,8 @@ def make(home: Path, run: Made) -> None:
         {"step": step, "objective/scores": score, "objective/kl": 0.5, "rollout/length": 20.0}
         for step, score in enumerate(run.scores, start=1)
     ]
+    for row in curve if run.gold_curve else ():
+        row["rewards/gold/mean"] = -float(row["step"])
     (ppo / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve))
     writer = RecordWriter(ppo / "parts", "ppo", RecordConfig())
     for step, (score, response) in enumerate(zip(run.scores, run.responses, strict=True), start=1):
@@ -228,6 +233,39 @@ def test_a_difference_that_the_prompts_do_not_show_is_none(tmp_path: Path) -> No
 def test_the_better_run_is_named_if_it_is_the_first(tmp_path: Path) -> None:
     found = compared(tmp_path, FIRST, replace(FIRST, name="other", gold=[0.0, 1.0, 2.0, 3.0]))
     assert found.verdict.startswith("one is better at gold_reward than other: -1.000 [-1.000, -1.000]")
+
+
+def test_runs_with_mostly_other_prompts_have_an_unpaired_interval(tmp_path: Path) -> None:
+    gold = [2.0, 3.0, 4.0, 6.0, 3.0, 4.0, 2.0, 1.0]
+    # Three of eight prompts are common, which is less than half.
+    others = (*PROMPTS[:3], *(f"other{number}" for number in range(5)))
+    second = replace(FIRST, name="other", recorded=gold, prompts=others)
+    found = compared(tmp_path, replace(FIRST, recorded=[1.0, 2.0] * 4), second)
+    [difference] = result(found, "gold_reward").differences
+    intervals = []
+    for values, prompts in ((gold, others), ([1.0, 2.0] * 4, PROMPTS)):
+        mean = bootstrap_mean(
+            values,
+            resamples=PipelineConfig().evaluate.bootstrap,
+            confidence=0.95,
+            seed=derive_seed(0, "evaluate", "bootstrap", "gold"),
+            groups=[*prompts[:-2], "related", "related"],
+        )
+        intervals.append(mean)
+    expected = difference_of_means(*intervals)
+    assert difference == {**expected.to_json(), "prompts": 8, "other_prompts": 8}
+    assert difference["mean"] == pytest.approx(3.125 - 1.5)
+    assert "on 8 and 8 other prompts" in found.verdict
+    *_, note = tables(found)["Results"]
+    assert "one seed of each says nothing about the noise of training" in note
+
+
+def test_the_gold_curve_is_shown_if_all_runs_have_one(tmp_path: Path) -> None:
+    found = compared(tmp_path, replace(FIRST, gold_curve=True), replace(FIRST, name="o", gold_curve=True))
+    assert found.curves[1][1]["gold"] == (-2.0, -2.0)
+    assert "gold" in render(found).partition("Steps of PPO")[2]
+    make(tmp_path, replace(FIRST, name="without"))
+    assert "gold" not in compare(["one", "without"], str(tmp_path)).curves[1][1]
 
 
 def test_scores_of_another_reward_model_are_not_compared(tmp_path: Path) -> None:
