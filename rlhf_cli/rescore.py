@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from rlhf_cli.app import HOME, LOOK, Endpoint, HomeFolder, app
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
+
+if TYPE_CHECKING:
+    from rlhf_core.pipeline import StageName
 
 
 @app.command(group=LOOK)
@@ -23,10 +26,11 @@ def _rescore(
     /,
     *,
     rewards: Annotated[Path, Parameter(metavar="FILE")],
+    kind: Literal["ppo", "evaluation"] = "ppo",
     name: str | None = None,
     steps: Annotated[str | None, Parameter(metavar="A:B|A,B,...")] = None,
     limit: int | None = None,
-    against: Annotated[str, Parameter(metavar="COLUMN")] = "total",
+    against: Annotated[str | None, Parameter(metavar="COLUMN")] = None,
     model: Annotated[str | None, Parameter(metavar="ADDRESS")] = None,
     output: Annotated[Path | None, Parameter(metavar="FILE")] = None,
     endpoint: Endpoint = None,
@@ -39,10 +43,12 @@ def _rescore(
     Args:
         run: Name of a finished run, or the path of its summary.json.
         rewards: YAML file with the section rewards, as ppo.rewards; or a Python file with a function score.
+        kind: Responses of PPO, or the answers of all models to held-out prompts (evaluation).
         name: Name of the annotation (default: that of the file).
         steps: Steps, such as 10:20 or 1,5,9 (default: all).
         limit: Number of prompts of each step (default: all).
-        against: Column of the record to compare with, such as reward/model.
+        against: Column of the record to compare with, such as reward/model (default: total; of the
+            evaluation, score).
         model: Reward model of type model: a reward artifact or a folder (default: that of the run).
         output: Also write the comparison to a file .html or .json.
     """
@@ -56,15 +62,19 @@ def _rescore(
         raise InputError(f"--output: must end with .html or .json; got {output}; rename it")
     if limit is not None and limit < 1:
         raise InputError(f"--limit: must be at least 1; got {limit}")
+    if kind != "ppo" and steps is not None:
+        raise InputError(f"--steps: chooses steps of PPO; got {steps} with --kind {kind}; leave it out")
     found = find_run(run, home, endpoint)
     chosen = _numbers(steps)
-    os.environ.update(stage_environment(found.config("ppo")))  # read when torch is imported
+    stage: StageName = "ppo" if kind == "ppo" else "evaluate"
+    os.environ.update(stage_environment(found.config(stage)))  # read when torch is imported
     from rlhf_core.ops.rescore.comparison import tables
     from rlhf_core.ops.rescore.rescore import rescore
 
     rescored = rescore(
         found,
         str(rewards),
+        kind=kind,
         name=name,
         steps=chosen,
         limit=limit,
@@ -99,14 +109,14 @@ def _track(steps: Sequence[int]) -> Iterable[int]:
     return track(steps, "steps", console=Console(stderr=True), transient=True)
 
 
-def _numbers(text: str | None) -> list[int] | None:
+def _numbers(text: str | None) -> Collection[int] | None:
     """Return the numbers of `10:20`, with both ends, or of `1,5,9`. Raises InputError."""
     if text is None:
         return None
     first, colon, last = text.partition(":")
     try:
         if colon:
-            return list(range(int(first), int(last) + 1))
+            return range(int(first), int(last) + 1)
         return [int(each) for each in text.split(",")]
     except ValueError as error:
         raise InputError(f"--steps: must be such as 10:20 or 1,5,9; got {text[:40]!r}; correct it") from error

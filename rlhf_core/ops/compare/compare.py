@@ -2,8 +2,8 @@
 
 The first run is what the others are compared with. A difference of results is paired: it is the mean over the
 held-out prompts that both runs answered, of the scores that both evaluations have kept, with the interval of
-the evaluation. Where they answered mostly different prompts, as with two seeds of the split, it is that of two
-independent means. Scores of two reward models are not comparable, so a measure whose digest differs has none.
+the evaluation. Where they answered mostly different prompts, as with two seeds, it is that of two independent
+means. Scores of two reward models are not comparable, so a measure whose digest differs has none.
 """
 
 from __future__ import annotations
@@ -292,7 +292,9 @@ def _results(runs: Sequence[_Run]) -> list[Row]:
     """Return the results of all runs, those first that are paired and most trustworthy."""
     differences = [_differences(runs[0], other) for other in runs[1:]]
     by_run = [run.results() for run in runs]
-    names = dict.fromkeys([*MEASURES, *(n for each in differences for n in each), *(n for f in by_run for n in f)])
+    names = dict.fromkeys(
+        [*MEASURES, *(n for each in differences for n in each), *(n for f in by_run for n in f)]
+    )
     rows = []
     for name in names:
         values = tuple(found.get(name) for found in by_run)

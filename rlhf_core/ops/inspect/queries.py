@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from rlhf_core.ops.inspect.rollouts import Filter, Rollouts, Row, quoted
+from rlhf_core.ops.ranks import share_below
 
 _MOST_STEPS = 100
 _BINS = 8
@@ -125,22 +126,19 @@ def parting(
 
     Returns:
         Spearman's correlation, or None if one column has one value only; the responses that `x` ranks highest
-        above `y`; and those that `y` ranks highest above `x`. Equal values have the mean of their ranks.
-        The columns `above_x` and `above_y` are shares of the responses with a smaller value.
+        above `y`; and those that `y` ranks highest above `x`. The columns `above_x` and `above_y` are
+        `share_below` of both.
     """
     where, values = _with_both(chosen, x, y)
     ranked = (
         f'SELECT run, step, "index", "group", prompt_id, {quoted(x)} AS x, {quoted(y)} AS y,'
-        " percent_rank() OVER by_x AS above_x, percent_rank() OVER by_y AS above_y,"
-        " rank() OVER by_x + cume_dist() OVER by_x * count(*) OVER () AS rank_x,"
-        " rank() OVER by_y + cume_dist() OVER by_y * count(*) OVER () AS rank_y"
+        f" {share_below(quoted(x))} AS above_x, {share_below(quoted(y))} AS above_y"
         f" FROM rollouts WHERE {where}"
-        f" WINDOW by_x AS (ORDER BY {quoted(x)}), by_y AS (ORDER BY {quoted(y)})"
     )
     [found] = rollouts.rows(
-        f"WITH ranked AS ({ranked}) SELECT corr(rank_x, rank_y) AS correlation,"
-        f" arg_max(ranked, rank_x - rank_y, {limit}) AS above,"
-        f" arg_min(ranked, rank_x - rank_y, {limit}) AS below FROM ranked",
+        f"WITH ranked AS ({ranked}) SELECT corr(above_x, above_y) AS correlation,"
+        f" arg_max(ranked, above_x - above_y, {limit}) AS above,"
+        f" arg_min(ranked, above_x - above_y, {limit}) AS below FROM ranked",
         values,
     )
     above, below = (rollouts.with_texts(found[side] or []) for side in ("above", "below"))

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 
 from rlhf_core.config.redact import printable
+from rlhf_core.ops.ranks import share_below
 from rlhf_core.types import PromptExample
 
 if TYPE_CHECKING:
@@ -47,14 +49,14 @@ class Comparison:
     steps: Sequence[Mapping[str, Any]]
     """`step`, `count`, means `old` and `new`, standard error `new_error`, `correlation`."""
     parts: Sequence[Mapping[str, Any]]
-    """The same by quarter of the length and by source of the prompt: `by`, `name`."""
+    """The same by model, by quarter of the length and by source of the prompt: `by`, `name`."""
     best_step: int
     """Step with the highest mean of `new`."""
     parted: int | None
     """Step at which they part (`parting_step`); None if they do not."""
     disagreements: Sequence[Mapping[str, Any]]
-    """`step`, `index`, `old`, `new`, share of responses that each ranks lower (`old_rank`, `new_rank`), and
-    the beginning of the text. First what only `old` ranks high.
+    """`step`, `index`, `old`, `new`, share of responses that each ranks lower (`old_rank`, `new_rank`;
+    `share_below`), and the beginning of the text. First what only `old` ranks high.
     """
 
 
@@ -68,7 +70,8 @@ def compare(
     """Compare two rewards of the same responses.
 
     Args:
-        old: Columns `step`, `index`, `group`, `prompt_id` and `against` of the record.
+        old: Columns `step`, `index`, `group`, `prompt_id` and `against` of the record, and `model` if it has
+            several.
         new: Columns `step`, `index`, `score` and `length`.
         against: The reward of the run.
         prompts: By their `prompt_id`.
@@ -153,6 +156,9 @@ def _within_prompts(frame: Frame) -> Sequence[float]:
 
 def _parts(frame: Frame, prompts: Mapping[str, PromptExample]) -> list[dict[str, Any]]:
     rows = []
+    if "model" in frame:
+        for model, part in frame.groupby("model"):
+            rows.append({"by": "model", "name": model, **_row(part)})
     # By their order, so that equal lengths do not leave a quarter empty.
     quarter = (frame["length"].rank(method="first") - 1) * 4 // max(1, len(frame))
     for _, part in frame.groupby(quarter):
@@ -168,7 +174,10 @@ def _parts(frame: Frame, prompts: Mapping[str, PromptExample]) -> list[dict[str,
 def _disagreements(
     frame: Frame, texts: Callable[[Sequence[tuple[int, int]]], list[str]]
 ) -> list[dict[str, Any]]:
-    frame = frame.assign(old_rank=frame["old"].rank(pct=True), new_rank=frame["new"].rank(pct=True))
+    with duckdb.connect() as database:
+        database.register("frame", frame)
+        ranks = f"{share_below('old')} AS old_rank, {share_below('new')} AS new_rank"
+        frame = database.execute(f'SELECT *, {ranks} FROM frame ORDER BY step, "index"').df()
     frame["gap"] = frame["old_rank"] - frame["new_rank"]
     rows = []
     for sign in (1, -1):
@@ -209,7 +218,8 @@ def tables(comparison: Comparison) -> list[RenderableType]:
         ranks = f"{each['old_rank']:.0%} / {each['new_rank']:.0%}"
         values = [str(each["step"]), str(each["index"]), number(each["old"]), number(each["new"])]
         pairs.add_row(*values, ranks, escape(printable(each["text"])))
-    return [by_step, by_part, "the largest disagreements, as ranks:", pairs, escape(_verdict(comparison))]
+    first = [by_step] if len(comparison.steps) > 1 else []
+    return [*first, by_part, "the largest disagreements, as ranks:", pairs, escape(_verdict(comparison))]
 
 
 def _verdict(comparison: Comparison) -> str:
@@ -225,6 +235,8 @@ def _verdict(comparison: Comparison) -> str:
         lines[0] += (
             f", {comparison.within_prompts:.3f} within {comparison.prompts} groups of responses to a prompt"
         )
+    if len(comparison.steps) < 2:
+        return lines[0]
     by_step = {row["step"]: row for row in comparison.steps}
     best, last = by_step[comparison.best_step], comparison.steps[-1]
     lines.append(f"the new reward is highest at step {comparison.best_step}, with {best['new']:.3f}")

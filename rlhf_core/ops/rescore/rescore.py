@@ -1,8 +1,9 @@
-"""`rlhf rescore`: what another reward would have said about the responses that PPO has recorded.
+"""`rlhf rescore`: what another reward would have said about the responses that PPO has recorded, or about the
+answers to held-out prompts of the evaluation.
 
     record, data artifact -> tokens and text of a step -> reward model, `RewardComposer` -> file of the step
                                                                                                |
-    annotation of the artifact of `ppo`, comparison with the run's reward <--- all steps ------+
+    annotation of the artifact, comparison with the run's reward <--- all steps ------+
 
 A step is scored as one batch, as in PPO. A killed command has the files of its steps, and continues after
 them. They are deleted when the annotation is written.
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +34,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import FinishedRun
 from rlhf_core.ops.rescore.comparison import Comparison, compare
 from rlhf_core.ops.serve_reward import locate
+from rlhf_core.pipeline import StageName
 from rlhf_core.record.annotations import annotate, check_name
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.record.schema import REWARD
@@ -44,6 +46,8 @@ from rlhf_core.system.files import json_sha256, replacing
 from rlhf_core.types import PromptExample, RewardInput
 
 WRITER = "rescore"
+RescoredKind = Literal["ppo", "evaluation"]
+STAGES_RESCORED: dict[RescoredKind, StageName] = {"ppo": "ppo", "evaluation": "evaluate"}
 _SHOWN_CHARACTERS = 200
 
 Track = Callable[[Sequence[int]], Iterable[int]]
@@ -67,10 +71,11 @@ def rescore(
     run: FinishedRun,
     file: str,
     *,
+    kind: RescoredKind = "ppo",
     name: str | None = None,
     steps: Collection[int] | None = None,
     limit: int | None = None,
-    against: str = "total",
+    against: str | None = None,
     model: str | None = None,
     track: Track = iter,
 ) -> Rescored:
@@ -79,10 +84,11 @@ def rescore(
     Args:
         run: The run.
         file: YAML file with `rewards`, or Python file with a function `score`.
+        kind: What is scored: the responses of PPO, or the answers to held-out prompts.
         name: Name of the annotation; None: that of the file.
         steps: Steps to score; None: all.
         limit: Prompts of each step, the first ones; None: all.
-        against: Column of the record with the run's reward.
+        against: Column of the record with the run's reward; None: `total`, or `score` of the evaluation.
         model: Reward model of `type: model`: address of an artifact, or folder. None: that of the run.
         track: Shows the progress.
 
@@ -93,9 +99,15 @@ def rescore(
     rewards, name = load_rewards(file), check_name(name or Path(file).stem)
     if not any(source.weight for source in rewards):
         raise InputError(f"{file}: all sources have the weight 0; leave it out")
-    artifacts, ref = run.artifact("ppo")
-    folder = run.recorded("ppo")
-    old = read_rollouts(folder, list({"step", "index", "group", "prompt_id", against}), steps)
+    stage = STAGES_RESCORED[kind]
+    against = against or ("total" if kind == "ppo" else "score")
+    artifacts, ref = run.artifact(stage)
+    folder = run.recorded(stage)
+    if steps is not None:  # of any length
+        steps = [
+            step for step in pc.unique(read_rollouts(folder, ["step"])["step"]).to_pylist() if step in steps
+        ]
+    old = _answers(folder, kind, ["step", "index", "group", "prompt_id", against], steps)
     if not pa.types.is_floating(old.schema.field(against).type):
         raise InputError(f"--against: must be a column of rewards, such as total; got {against}; correct it")
     present = pc.unique(old["step"]).to_pylist()
@@ -104,7 +116,7 @@ def rescore(
     identity = [ref.digest, [result_settings(source) for source in rewards], _contents(rewards), model, limit]
     parts = run.file.parent / "rescore" / f"{name}-{json_sha256(identity)[:12]}"
     with ExitStack() as opened:
-        step_scorer = StepScorer(run, rewards, folder, model, opened)
+        step_scorer = StepScorer(run, kind, rewards, model, opened)
         for step in track([step for step in present if not _part(parts, step).is_file()]):
             with replacing(_part(parts, step)) as temporary:
                 pq.write_table(step_scorer.score(step, limit), temporary, compression="zstd")
@@ -121,13 +133,21 @@ def rescore(
     )
 
 
+def _answers(folder: Path, kind: str, columns: Sequence[str], steps: Collection[int] | None) -> pa.Table:
+    """Return columns of the responses of PPO, or of the answers to held-out prompts with their `model`."""
+    if kind != "ppo":
+        rows = read_rollouts(folder, list({*columns, "model", "prompt_set"}))
+        return rows.filter(pc.equal(rows["prompt_set"], "held-out")).drop_columns(["prompt_set"])
+    return read_rollouts(folder, list(set(columns)), steps)
+
+
 class StepScorer:
     """Scores the responses of one step after another.
 
     Args:
         run: The run.
+        kind: What is scored.
         rewards: The sources.
-        folder: Artifact of `ppo`, with the record.
         model: See `rescore`.
         opened: Closes the sources.
     """
@@ -135,18 +155,20 @@ class StepScorer:
     def __init__(
         self,
         run: FinishedRun,
+        kind: RescoredKind,
         rewards: tuple[AnyReward, ...],
-        folder: Path,
         model: str | None,
         opened: ExitStack,
     ) -> None:
-        config = run.config("ppo")
+        stage = STAGES_RESCORED[kind]
+        config = run.config(stage)
         artifacts, ref = run.artifact("data")
         data = artifacts.fetch(ref)
-        self._folder = folder
+        self._kind: RescoredKind = kind
+        self._folder = run.recorded(stage)
         self._decode = load_decoder(data).response
         self.prompts: dict[str, PromptExample] = {
-            prompt.prompt_id: prompt for prompt in load_prompts(data, "train")
+            prompt.prompt_id: prompt for prompt in load_prompts(data, "train" if kind == "ppo" else "eval")
         }
         self._score_clip = config.ppo.score_clip
         self._model: Scorer | None = None
@@ -160,7 +182,7 @@ class StepScorer:
     def score(self, step: int, limit: int | None) -> pa.Table:
         """Return the columns of the annotation, and `length`: tokens of the response."""
         columns = ["kind", "step", "index", "group", "prompt_id", "response_ids", "finished"]
-        rows = read_rollouts(self._folder, columns, [step])
+        rows = _answers(self._folder, self._kind, columns, [step])
         if limit is not None:
             rows = rows.filter(pc.less(rows["group"], limit))
         samples = self._samples(rows)
@@ -178,7 +200,7 @@ class StepScorer:
     def texts(self, places: Sequence[tuple[int, int]]) -> list[str]:
         """Return the beginning of the responses at these (step, index)."""
         columns = ["step", "index", "prompt_id", "response_ids", "finished"]
-        rows = read_rollouts(self._folder, columns, {step for step, _ in places})
+        rows = _answers(self._folder, self._kind, columns, {step for step, _ in places})
         numbers = list(zip(rows["step"].to_pylist(), rows["index"].to_pylist(), strict=True))
         samples = self._samples(rows.take([numbers.index(place) for place in places]))
         return [sample.response[:_SHOWN_CHARACTERS] for sample in samples]

@@ -5,6 +5,9 @@
 - a command that was killed continues after its last step, with the same rows in the end
 - steps and prompts can be chosen; a file without weights, sections that are not rewards, steps that were not
   recorded, and columns that are no rewards are errors
+- the answers of an evaluation to held-out prompts are scored as well, and compared by model
+- a range of steps can be longer than the run
+- ranks with ties are (r - 0.5) / n
 - the step at which two rewards part, rank correlations over all responses and within prompts, and the largest
   disagreements, on numbers that are worked out by hand
 - the command prints the tables and writes them as HTML and JSON
@@ -25,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scipy.stats import rankdata
 
 from rlhf_cli.main import main
 from rlhf_core.config import PipelineConfig
@@ -35,15 +39,17 @@ from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.ops.rescore.comparison import compare, parting_step, tables
 from rlhf_core.ops.rescore.rescore import rescore
 from rlhf_core.record.annotations import annotations_of
+from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.record.schema import schema_of
 from rlhf_core.record.writer import RecordWriter
 from rlhf_core.rewards.compose import reward_input
 from rlhf_core.rewards.rules import gold
+from rlhf_core.run.local_context import stage_context
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.testing.data import write_data_artifact
-from rlhf_core.types import PromptExample
+from rlhf_core.types import PromptExample, RewardInput
 from tests.support.known_models import save_last_token_scorer
 from tests.support.match_models import PROMPTS
 
@@ -97,7 +103,10 @@ def run(tmp_path: Path) -> FinishedRun:
     store = ArtifactStore(Store(config.store_url), home / "cache")
     made = Provenance(config=config.model_dump(mode="json", by_alias=True))
     data = write_data_artifact(
-        tmp_path / "data", prompts=[prompt(number) for number in range(3)], tokenizer=TOKENIZER
+        tmp_path / "data",
+        prompts=[prompt(number) for number in range(3)],
+        eval_prompts=[prompt(number) for number in (3, 4)],
+        tokenizer=TOKENIZER,
     )
     ppo = recorded(data, tmp_path / "ppo")
     reward = tmp_path / "reward"
@@ -190,6 +199,70 @@ def test_steps_and_prompts_are_chosen(run: FinishedRun, tmp_path: Path) -> None:
     assert found["score"] == found["reward/length"] and "reward/gold" in found
     with pytest.raises(InputError, match="none of these steps"):
         rescore(run, file, steps=[9])
+
+
+def test_a_range_of_steps_can_be_longer_than_the_run(
+    run: FinishedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, "rewards: [{type: gold}]")
+    command = ["rescore", "small", "--home", str(run.home.path), "--rewards", file]
+    assert main([*command, "--steps", "2:1000000000000"]) == 0  # more than a list could have
+    assert set(annotation(run)["step"]) == {2, 3}
+
+
+def test_the_answers_of_an_evaluation_are_scored_by_model(
+    run: FinishedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = stage_context(tmp_path / "stage")
+    answers = AnswerRecord("evaluation", RecordConfig(), seed=lambda _: 7)
+    held_out = [prompt(number) for number in (3, 4)]
+    for score, model in enumerate(("sft", "dpo")):
+        tokens = tuple(ids(RESPONSES[score]))
+        rows = [RewardInput(p.prompt_id, p.prompt, "", p.input_ids, tokens, True) for p in held_out]
+        answers.add(model, held_out, rows, "held-out")
+        answers.note("score", rows, [score, score + 1])
+    further = [RewardInput("r0", "", "", (1,), tuple(ids("gentle")), True)]
+    answers.add("dpo", [PromptExample("r0", "", (1,))], further, "a regression set")
+    answers.save(context)
+    config = PipelineConfig.model_validate({"run": {"home": str(run.home.path)}})
+    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
+    store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
+    summary = json.loads(run.file.read_text())
+    ref = store.publish("evaluate", "c" * 16, context.output, made)
+    summary["stages"]["evaluate"] = {"artifact": ref.uri}
+    del summary["stages"]["ppo"]
+    run.file.write_text(json.dumps(summary))
+
+    file = written(tmp_path, "rewards: [{type: gold}]")
+    command = ["rescore", "small", "--home", str(run.home.path), "--rewards", file, "--kind", "evaluation"]
+    assert main([*command, "--output", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    by_model = {row["name"]: row for row in found["parts"] if row["by"] == "model"}
+    assert (found["against"], found["count"]) == ("score", 4), "without the regression set"
+    assert (by_model["sft"]["old"], by_model["dpo"]["old"]) == (0.5, 1.5)
+    decode = load_decoder(run.artifact("data")[0].fetch(run.artifact("data")[1])).response
+    for score, model in enumerate(("sft", "dpo")):
+        values = [gold(reward_input(each, ids(RESPONSES[score]), True, decode)) for each in held_out]
+        assert by_model[model]["new"] == pytest.approx(sum(values) / 2)
+    printed = capsys.readouterr().out
+    assert "rank correlation" in printed and "they do not part" not in printed
+    rows = annotations_of(*find_run("small", str(run.home.path)).artifact("evaluate"))["new"]
+    assert pq.read_table(rows, columns=["kind"])["kind"].to_pylist() == ["evaluation"] * 4
+    assert main([*command, "--steps", "1:2"]) == 2
+
+
+def test_ranks_with_ties_are_those_of_inspect(tmp_path: Path) -> None:
+    old, new = [1.0, 1.0, 2.0, 3.0, 3.0, 3.0], [4.0, 2.0, 2.0, 1.0, 0.0, 0.0]
+    rows = {"step": [1] * 6, "index": range(6), "group": range(6), "prompt_id": [f"p{n}" for n in range(6)]}
+    record = pa.table({**rows, "total": old})
+    scores = pa.table({"step": [1] * 6, "index": range(6), "score": new, "length": [3] * 6})
+    prompts = {name: PromptExample(name, "", (1,)) for name in rows["prompt_id"]}
+    found = compare(record, scores, "total", prompts, lambda places: [""] * len(places))
+    ranks = {row["index"]: (row["old_rank"], row["new_rank"]) for row in found.disagreements}
+    expected = [(rankdata(values) - 0.5) / 6 for values in (old, new)]
+    pairs = list(zip(*expected, strict=True))
+    assert len(ranks) >= 5
+    assert ranks == {index: pytest.approx(pairs[index]) for index in ranks}
 
 
 @pytest.mark.parametrize(
