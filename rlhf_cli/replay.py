@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from rlhf_cli.app import HOME, LOOK, Endpoint, HomeFolder, app
 from rlhf_core.config.redact import printable
+from rlhf_core.errors import InputError
 
 Quantity = Literal["reward", "kl", "loss", "value"]
 
@@ -52,26 +53,41 @@ def _blame(
     run: str,
     /,
     *,
-    step: int,
+    step: int | None = None,
     of: Quantity = "reward",
+    stage: Literal["sft", "reward", "judge", "dpo"] | None = None,
+    regression: Annotated[str | None, Parameter(metavar="SET")] = None,
     top: int = 10,
     endpoint: Endpoint = None,
     home: HomeFolder = HOME,
 ) -> int:
-    """Show the responses, prompts and sources behind a step of PPO.
+    """Show the responses, prompts and sources behind a step of PPO; the rows of a step of another stage; or
+    the items of a regression set that the policy lost.
 
     Example: rlhf blame demo-seed0-46d9a620 --step 12 --of kl
 
     Args:
         run: Name of a finished run, or the path of its summary.json.
-        step: The step. It is compared with the ten before it.
-        of: The score, the KL, the size of the advantages (loss), or the critic's squared errors (value).
+        step: The step. One of PPO is compared with the ten before it.
+        of: Of PPO: the score, the KL, the size of the advantages (loss), or the critic's squared errors
+            (value).
+        stage: Another stage that trains: all rows of its batch.
+        regression: Name of a set of evaluate.regression, without --step.
         top: Number of responses and of prompts that are shown.
     """
     from rlhf_core.ops.blame import blame
     from rlhf_core.ops.finished_run import find_run
 
-    found = blame(find_run(run, home, endpoint), step, of)
+    finished = find_run(run, home, endpoint)
+    if regression is not None:
+        if step is not None or stage is not None:
+            raise InputError("--regression: is of the evaluation; leave --step and --stage out")
+        return _print_lost_items(finished, regression, top)
+    if step is None:
+        raise InputError("--step: is missing; give a step, or --regression SET")
+    if stage is not None:
+        return _print_rows(finished, stage, step)
+    found = blame(finished, step, of)
     before = "nothing before it" if found.before is None else f"{found.before:.4g} in the steps before"
     print(f"step {step}: mean {of} {found.mean:.4g}, {before}")
     for name, (mean, earlier) in found.rewards.items():
@@ -91,6 +107,34 @@ def _blame(
         )
         print(printable(f"    prompt: {_start(each.prompt)}"))
         print(printable(f"    response: {_start(each.response)}"))
+    return 0
+
+
+def _print_lost_items(run: FinishedRun, name: str, top: int) -> int:
+    from rlhf_core.ops.blamed_rows import lost_items
+
+    items, count = lost_items(run, name)
+    print(printable(f"{name}: the policy lost {len(items)} of {count} items against the SFT model"))
+    for item in items[:top]:
+        before, after = item.scores
+        print(printable(f"item {item.share:.1%} ({before:.4g} -> {after:.4g}): {_start(item.prompt)}"))
+        for who, text in zip(("SFT model", "policy"), item.responses, strict=True):
+            print(printable(f"    {who}: {_start(text)}"))
+    return 0
+
+
+def _print_rows(run: FinishedRun, stage: Literal["sft", "reward", "judge", "dpo"], step: int) -> int:
+    from rlhf_core.ops.blamed_rows import trained_rows
+
+    rows = trained_rows(run, stage, step)
+    print(
+        f"{stage}, step {step}: {len(rows)} rows; they are not ranked, because their losses are not recorded"
+        " and the checkpoints of a finished stage are deleted"
+    )
+    for row in rows:
+        print(printable(f"row {row.index} ({row.source or 'no source'}): {_start(row.texts[0])}"))
+        for what, text in zip(("chosen", "rejected"), row.texts[1:], strict=False):
+            print(printable(f"    {what}: {_start(text)}"))
     return 0
 
 

@@ -359,6 +359,12 @@ class StageModel(Generic[Settings]):
         self.engine.close()
 
 
+def rows_of_step(count: int, batch_size: int, seed: int, step: int) -> tuple[int, ...]:
+    """Return the rows of step `step`, from 0, of a training with `count` rows."""
+    epoch, index = divmod(step, math.ceil(count / batch_size))
+    return epoch_batch(count, batch_size, seed, epoch, index)
+
+
 def train_epochs(
     engine: TrainingEngine,
     train: Sequence[Row],
@@ -395,9 +401,7 @@ def train_epochs(
     while step < total and not best.is_final(early_stop):
         started = time.monotonic()
         # From the step alone, so that a continued training has the batches of an uninterrupted one.
-        epoch, index = divmod(step, per_epoch)
-        indices = epoch_batch(len(train), config.batch_size, training.seed, epoch, index)
-        batch = [train[i] for i in indices]
+        batch = [train[i] for i in rows_of_step(len(train), config.batch_size, training.seed, step)]
         with log_skipped_batch(engine, context, step + 1, batch, objective.table_row):
             metrics = objective.train_step(engine, batch, config, total, training.pad_id)
         failpoint(f"{training.stage}.step")
