@@ -62,6 +62,12 @@ class Refused(Failure):
         self.body = body
 
 
+class CodeError(Refused):
+    """The user's function has raised an error that is in its code, such as an unknown name. If it does so for
+    each of a few samples, no other one is tried.
+    """
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Values of one batch of n samples."""
@@ -72,6 +78,8 @@ class Outcome:
     """Reason of each missing value, by index."""
     usage: dict[str, float] = field(default_factory=dict)
     """What the values cost, by name; see `RewardBatch.usage`."""
+    is_broken: bool = False
+    """Whether the function fails for every sample, because of an error in its code."""
 
     @staticmethod
     def of(values: Sequence[float]) -> Outcome:
@@ -182,6 +190,9 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
     Halves are tried once each, down to single samples, until about 3 log2(n) calls have failed. The remaining
     samples are then scored in one call, because a function may compare the samples of its batch.
     """
+    if isinstance(failure, CodeError) and _fails_always(call, samples, failure):
+        reasons = dict.fromkeys(range(len(samples)), str(failure))
+        return Outcome([math.nan] * len(samples), reasons, is_broken=True)
     # On the way down to one bad sample, one half fails at each of the log2(n) levels.
     budget = _MAX_BAD_SAMPLES * math.ceil(math.log2(max(2, len(samples))))
     reasons: dict[int, str] = {}
@@ -213,6 +224,21 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
                 values[index] = outcome.values[position]
             reasons |= {rest[position]: reason for position, reason in outcome.reasons.items()}
     return Outcome(values, dict(sorted(reasons.items())))
+
+
+def _fails_always(call: Call, samples: Sequence[RewardInput], failure: CodeError) -> bool:
+    """Return whether the first, the middle and the last sample fail with the same error."""
+    if not failure.searchable or len(samples) < 3:  # too few to know
+        return False
+    for index in {0, len(samples) // 2, len(samples) - 1}:
+        try:
+            call([samples[index]])
+        except Failure as failed:
+            if str(failed) != str(failure):
+                return False
+        else:
+            return False
+    return True
 
 
 def check_smoke(name: str, rows: Sequence[SmokeRow], call: Call) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 from rlhf_core.config.rewards import PythonReward, UserFunction
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.check import function_file
-from rlhf_core.rewards.failures import Failure, Outcome, score_with_retries
+from rlhf_core.rewards.failures import CodeError, Failure, Outcome, score_with_retries
 from rlhf_core.system.launch import launch, python_module
 from rlhf_core.types import RewardInput
 
@@ -96,6 +96,11 @@ class PythonFunction:
         for rows in batches.values():
             batch = [samples[row] for row in rows]
             outcome = score_with_retries(self._name, self._once, batch, self._source.retries + 1)
+            if outcome.is_broken and self._source.on_error == "abort":
+                raise InputError(
+                    f"reward {self._name}: the function fails for each response: {outcome.reasons[0]};"
+                    " correct it"
+                )
             for row, value in zip(rows, outcome.values, strict=True):
                 values[row] = value
             reasons |= {rows[index]: reason for index, reason in outcome.reasons.items()}
@@ -116,7 +121,7 @@ class PythonFunction:
         try:
             reply = self._exchange({"samples": [asdict(sample) for sample in samples]}, self._source.timeout)
             if "error" in reply:
-                raise Failure(str(reply["error"]))
+                raise (CodeError if reply["in_code"] else Failure)(str(reply["error"]))
         except Failure as failure:
             # Parts of a group would get other values.
             failure.searchable &= not self._source.needs_group

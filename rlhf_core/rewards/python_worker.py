@@ -32,6 +32,8 @@ from rlhf_core.types import RewardInput
 
 _PARENT_CHECK = 1.0
 """Seconds between checks that the parent is alive."""
+_IN_CODE = (AttributeError, ImportError, LookupError, NameError, NotImplementedError, SyntaxError, TypeError)
+"""Errors that a function raises again if it is called again with the same samples."""
 
 
 def load_function(
@@ -90,20 +92,24 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
         _send(channel, {"refused": f"{type(error).__name__}: {error}"})
         return
     _send(channel, {"ready": True})
+    shown = set[str]()
+    """Errors whose traceback is in the log."""
     for line in lines:
         request = json.loads(line)
         samples = [_sample(record) for record in request["samples"]]
         try:
             reply: dict[str, Any] = {"values": as_floats(call(samples), len(samples))}
         except Exception as error:
-            traceback.print_exc()
             frame = traceback.extract_tb(error.__traceback__)[-1]
             text = str(error)
             # Errors of `as_floats` are whole sentences. Others get their position in the user's code.
             if frame.filename != __file__:
                 line = f"{Path(frame.filename).name}:{frame.lineno}"
                 text = f"it raised {type(error).__name__}: {error} ({line})"
-            reply = {"error": text}
+            if text not in shown:
+                shown.add(text)
+                traceback.print_exc()
+            reply = {"error": text, "in_code": isinstance(error, _IN_CODE)}
         _send(channel, reply)
 
 

@@ -58,6 +58,9 @@ def by_text(samples):
         "number": 3.0, "nested": [[1.0]],
             "nan": [0.0, float("nan")], "string": "0.5"}[text]
 
+def wrong_field(samples):
+    return [len(sample.respons) for sample in samples]
+
 def flaky(samples):
     marker = samples[0].meta["marker"]
     if not os.path.exists(marker):
@@ -130,6 +133,20 @@ def test_arrays_count_and_state_lives_on_between_batches(file: Path) -> None:
 )
 def test_a_failure_shows_the_returned_value(by_text: PythonFunction, text: str, message: str) -> None:
     assert re.search(message, by_text([sample(text)]).reasons[0])
+
+
+def test_an_error_in_the_code_is_shown_once_and_not_retried(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batch = [sample(str(number)) for number in range(32)]
+    said = r"fails for each response: it raised AttributeError: .*respons.* \(my_reward.py:\d+\); correct it"
+    with closing(PythonFunction(source(file, "wrong_field"))) as function:
+        for _ in range(2):
+            with pytest.raises(InputError, match=said):
+                function(batch)
+    assert capfd.readouterr().err.count("Traceback") == 1
+    with closing(PythonFunction(source(file, "wrong_field", on_error="mask"))) as function:
+        assert len(function(batch).reasons) == 32
 
 
 def test_a_value_that_is_not_finite_is_none(by_text: PythonFunction) -> None:

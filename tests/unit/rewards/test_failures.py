@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 
 from rlhf_core.errors import RewardError
-from rlhf_core.rewards.failures import Failure, Outcome, isolate, resolve_failures, score_with_retries
+from rlhf_core.rewards.failures import (
+    CodeError,
+    Failure,
+    Outcome,
+    isolate,
+    resolve_failures,
+    score_with_retries,
+)
 from rlhf_core.types import RewardInput
 
 
@@ -110,6 +117,30 @@ def test_search_is_bounded_and_the_rest_fails() -> None:
     assert len(outcome.reasons) == 256
     # 3 log2(256) = 24 failures; the halves of those on the way down are still tried.
     assert len(call.calls) <= 24 + 8
+
+
+class WithCodeErrors(Scripted):
+    def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
+        try:
+            return super().__call__(samples)
+        except Failure:
+            raise CodeError("it raised AttributeError: no respons (r.py:3)") from None
+
+
+def test_a_function_with_an_error_in_its_code_is_not_called_again_and_again() -> None:
+    call = WithCodeErrors(*range(64))
+    outcome = score_with_retries("r", call, batch(64), attempts=3)
+    assert call.calls == [64, 1, 1, 1]
+    assert outcome.is_broken and set(outcome.reasons.values()) == {
+        "it raised AttributeError: no respons (r.py:3)"
+    }
+
+
+def test_an_error_in_the_code_that_some_samples_show_is_searched_for() -> None:
+    call = WithCodeErrors(5)
+    outcome = score_with_retries("r", call, batch(64), attempts=3)
+    assert list(outcome.reasons) == [5] and not outcome.is_broken
+    assert call.calls.count(64) == 1, "a retry cannot help"
 
 
 def test_a_failure_that_only_the_whole_batch_shows_leaves_no_values() -> None:
