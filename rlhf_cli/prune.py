@@ -107,13 +107,15 @@ def _table_of_deleted(plan: Plan) -> Table:
 
 
 def _table_of_kept(plan: Plan) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     from rlhf_core.storage.bundles import readable_size
 
     table = Table(title="kept")
     for column, justify in (("why", "left"), ("count", "right"), ("size", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    described = plan.describe_kept()
     for reason, (count, size) in plan.count_kept().items():
-        table.add_row(reason.value, str(count), readable_size(size))
+        table.add_row(f"{reason.value}\n  {escape(described[reason])}", str(count), readable_size(size))
     return table

@@ -23,7 +23,8 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -98,12 +99,34 @@ class Plan:
 
     def count_kept(self) -> dict[Reason, tuple[int, int]]:
         """Return number and bytes of what is kept, by reason."""
-        counts = {}
-        for reason in Reason:
-            sizes = [item.size for item in self.kept if item.reason is reason]
-            if sizes:
-                counts[reason] = (len(sizes), sum(sizes))
-        return counts
+        return {
+            reason: (len(items), sum(item.size for item in items))
+            for reason, items in self._by_reason().items()
+        }
+
+    def describe_kept(self) -> dict[Reason, str]:
+        """Return what is kept by reason: the number of each kind, and the versions that need it."""
+        found = {}
+        for reason, items in self._by_reason().items():
+            # Labels begin with the stage of an artifact, or with what else it is: `checkpoints of ...`.
+            kinds = Counter(item.label.partition("/")[0].partition(" ")[0] for item in items)
+            text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+            names = (
+                {getattr(item.subject, "name", None) for item in items} if reason is Reason.VERSION else ()
+            )
+            versions = {version for name in names for version in self.known.versions.get(name, ())}
+            found[reason] = f"{text}; {', '.join(sorted(versions, key=_natural))}" if versions else text
+        return found
+
+    def _by_reason(self) -> dict[Reason, list[Item]]:
+        found = {reason: [item for item in self.kept if item.reason is reason] for reason in Reason}
+        return {reason: items for reason, items in found.items() if items}
+
+
+def _natural(version: str) -> tuple[str, int]:
+    """Return what sorts versions by name and number."""
+    name, _, number = version.rpartition(" ")
+    return name, int(number)
 
 
 def parse_age(text: str) -> float:
@@ -230,9 +253,16 @@ class Pruning:
         of_runs = [name for _, names in runs for name in names]
         in_use = frozenset([*of_runs, *self._of_jobs()])
         started = min((start for start, _ in runs), default=math.inf)
-        needed, registered = retained(self._mlflow)
+        versions, registered = retained(self._mlflow)
         self._refreshed_at = self._clock.monotonic()
-        return replace(known, needed=needed, registered=registered, in_use=in_use, running_since=started)
+        return replace(
+            known,
+            needed=versions.keys(),
+            versions=versions,
+            registered=registered,
+            in_use=in_use,
+            running_since=started,
+        )
 
     def _of_runs(self) -> Iterator[tuple[float, list[ArtifactName]]]:
         """Yield the start and the artifacts of each run of this home that has not ended. A run can need later
@@ -286,10 +316,14 @@ class Pruning:
 class Retained(NamedTuple):
     """What the registry says about artifacts."""
 
-    needed: frozenset[ArtifactName]
-    """The artifacts of the versions that keep them."""
+    versions: Mapping[ArtifactName, Sequence[str]]
+    """The artifacts of the versions that keep them, with the names of these versions."""
     registered: frozenset[tuple[str, str]]
     """Name of the model and digest of the weights of every version."""
+
+    @property
+    def needed(self) -> frozenset[ArtifactName]:
+        return frozenset(self.versions)
 
 
 def retained(mlflow: Mlflow) -> Retained:
@@ -305,7 +339,7 @@ def retained(mlflow: Mlflow) -> Retained:
     Any other version that is not revoked can become champion by `rlhf promote`. Its artifacts are kept while
     they are young. An alias keeps them longer.
     """
-    needed: set[ArtifactName] = set()
+    needed: dict[ArtifactName, list[str]] = {}
     registered: set[tuple[str, str]] = set()
     with registry_errors(mlflow, "list the versions of its models"):
         for name in without_logs(mlflow.all_model_names()):
@@ -316,9 +350,10 @@ def retained(mlflow: Mlflow) -> Retained:
             if missing:
                 raise UnusableAnswer(f"version {min(missing)} of {name} has an alias, and is not listed")
             for version in _kept(versions, moves, aliased):
-                needed.update(artifacts_of(version))
+                for artifact in dict.fromkeys(artifacts_of(version)):
+                    needed.setdefault(artifact, []).append(f"{name} {version.version}")
             registered.update((name, version.tags.get(WEIGHTS, "")) for version in versions)
-    return Retained(frozenset(needed), frozenset(registered))
+    return Retained(needed, frozenset(registered))
 
 
 def artifacts_of(version: ModelVersion) -> Iterator[ArtifactName]:

@@ -17,8 +17,8 @@ and saved, longer ago than the age and than `UNFINISHED_SECONDS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -104,6 +104,8 @@ class Known:
     """Seconds since 1970."""
     age: float
     """Seconds for which everything is kept."""
+    versions: Mapping[ArtifactName, Sequence[str]] = field(default_factory=dict)
+    """Names of the versions that need an artifact of `needed`."""
     running_since: float = math.inf
     """Start of the first run that has not ended. What was made since then may be of that run."""
 

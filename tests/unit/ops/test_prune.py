@@ -386,6 +386,18 @@ def test_files_that_a_killed_attempt_left(
     assert not store.list("artifacts")
 
 
+def test_what_is_kept_is_named_by_stage_and_version(
+    runs: OldRuns, store: ScriptedStore, mlflow: Mlflow, home: Path
+) -> None:
+    for name in ("first", "second"):
+        runs.crown(runs.register(name, runs.run(name)))
+    found = pruning(store, mlflow, home).plan().describe_kept()
+    kinds, _, versions = found[Reason.VERSION].partition("; ")
+    assert versions == f"{MODEL} 1, {MODEL} 2"
+    assert {"2 sft", "2 reward", "2 ppo"} <= set(kinds.split(", "))
+    assert MODEL not in found[Reason.NO_WEIGHTS]
+
+
 def test_two_commands_at_the_same_time_delete_once(
     runs: OldRuns, store: ScriptedStore, mlflow: Mlflow, home: Path
 ) -> None:
