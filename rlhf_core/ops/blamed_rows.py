@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -97,13 +97,18 @@ def trained_rows(run: FinishedRun, stage: TrainedStage, step: int) -> list[Train
     Raises InputError if the stage did not make this step.
     """
     config = run.config(stage)
-    settings = {"sft": config.sft, "dpo": config.dpo, "judge": config.reward.judge}.get(stage, config.reward)
+    sections: dict[str, Any] = {"sft": config.sft, "dpo": config.dpo, "judge": config.reward.of_judge}
+    settings = sections.get(stage, config.reward)
     artifacts, ref = run.artifact("data")
     data = artifacts.fetch(ref, weights=False)
     decode = load_decoder(data)
     with TemporaryDirectory(prefix="rlhf-blame-") as folder:
         work = Path(folder)
-        rows = open_sft(data, "train", work) if stage == "sft" else training_pairs(config, data, stage, work)
+        rows: Any
+        if stage == "sft":
+            rows = open_sft(data, "train", work)
+        else:
+            rows = training_pairs(config, data, stage, work)
         last = math.ceil(len(rows) / settings.batch_size) * settings.epochs
         if not 1 <= step <= last:
             raise InputError(f"--step: must be a step of {stage}, 1 to {last}; got {step}")

@@ -92,8 +92,7 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
         _send(channel, {"refused": f"{type(error).__name__}: {error}"})
         return
     _send(channel, {"ready": True})
-    shown = set[str]()
-    """Errors whose traceback is in the log."""
+    shown = set[str]()  # errors whose traceback is in the log
     for line in lines:
         request = json.loads(line)
         samples = [_sample(record) for record in request["samples"]]

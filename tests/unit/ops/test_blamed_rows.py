@@ -64,11 +64,12 @@ def run(tmp_path: Path) -> FinishedRun:
     folder.mkdir(parents=True)
     write(folder, "prompts", "eval", prompts)
     store = ArtifactStore(Store(config.store_url), tmp_path / "cache")
-    folders: dict[StageName, Path] = {"data": data, "evaluate": context.output}
-    for stage in ("sft", "reward"):
-        (tmp_path / stage).mkdir()
-        (tmp_path / stage / "file").touch()
-        folders[stage] = tmp_path / stage
+    for name in ("sft", "reward"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    folders: dict[StageName, Path] = {
+        "data": data, "evaluate": context.output, "sft": tmp_path / "sft", "reward": tmp_path / "reward",
+    }  # fmt: skip
     stages = {
         stage: {"artifact": store.publish(stage, "c" * 16, at, made).uri} for stage, at in folders.items()
     }
