@@ -66,8 +66,9 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         text = f"champion is version {champion.version}" if champion else "no champion"
         print(printable(f"{each}: {text}"))
         decisions = [(move.time, describe(move)) for move in moves]
-        for time, version, reason in refusals(mlflow, each, moves):
-            decisions.append((time, f"{_utc(time)}  version {version} refused: {reason}"))
+        for time, version, reason, unfinished in refusals(mlflow, each, moves):
+            what = "decided, not finished (run it again)" if unfinished else "refused"
+            decisions.append((time, f"{_utc(time)}  version {version} {what}: {reason}"))
         for _, line in sorted(decisions, key=lambda decision: decision[0]):
             print(printable(f"  {line}"))
         if problem := moved_by_hand(mlflow, each, champion, moves):

@@ -52,7 +52,7 @@ CANDIDATE = "candidate"
 LOCAL_STORE = "local-store://"
 """Prefix of the path of a folder in the source of a version, if MLflow is a server."""
 _EVALUATION = "rlhf.evaluation"
-_RULE, _REASON = "rlhf.gate", "rlhf.gate_reason"
+_RULE, _REASON, _WINS = "rlhf.gate", "rlhf.gate_reason", "rlhf.gate_wins"
 """Tags of a version with the decision of its last registration."""
 
 RunMatch = Callable[[Mapping[str, str]], Match | NoMatch]
@@ -149,7 +149,7 @@ def register(
             played, evidence = None, None
             if isinstance(match, Match):
                 played, evidence = match, match.record()
-            tags = {_RULE: decision.rule, _REASON: decision.reason}
+            tags = {_RULE: decision.rule, _REASON: decision.reason, _WINS: str(decision.champion)}
             if decision.champion:
                 # A version that was champion before kept the evaluation of that time (`_find_or_create`).
                 tags |= _tags(candidate)
@@ -168,12 +168,14 @@ def register(
 
 
 class Refusal(NamedTuple):
-    """A version that its last registration did not make champion."""
+    """A version that its last registration did not make champion, or not yet."""
 
     time: float
     """When the version was created, in seconds since 1970."""
     version: str
     reason: str
+    unfinished: bool = False
+    """Whether it was decided that it wins, and the registration ended before the move."""
 
 
 def refusals(mlflow: Mlflow, model: str, moves: Iterable[Move]) -> list[Refusal]:
@@ -191,7 +193,8 @@ def refusals(mlflow: Mlflow, model: str, moves: Iterable[Move]) -> list[Refusal]
         for version in mlflow.versions(model):
             reason = version.tags.get(_REASON, "")
             if reason and REVOKED not in version.tags and (version.version, reason) not in won:
-                found.append(Refusal(version.created, version.version, reason))
+                unfinished = version.tags.get(_WINS) == str(True)
+                found.append(Refusal(version.created, version.version, reason, unfinished))
     return sorted(found)
 
 

@@ -102,6 +102,17 @@ def test_a_refusal_is_shown_with_its_reason(
     assert (found["version"], found["reason"]) == ("3", "win rate 0.469 is below 0.5")
 
 
+def test_a_winner_whose_registration_was_killed_is_no_refusal(
+    model: str, database: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mlflow = Mlflow(f"sqlite:///{database}", "commands")
+    tags = {"rlhf.gate_reason": "win rate 0.7", "rlhf.gate_wins": "True"}
+    mlflow.create_version(model, source="/x", run_id=None, tags=tags, description="")
+    assert rlhf("champions", model) == 0
+    out = capsys.readouterr().out
+    assert "version 3 decided, not finished (run it again): win rate 0.7" in out and "refused" not in out
+
+
 def test_a_change_on_the_command_line_names_the_deployment_that_emits_an_event(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

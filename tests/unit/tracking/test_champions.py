@@ -46,7 +46,7 @@ from rlhf_core.tracking.champions import (
 )
 from rlhf_core.tracking.gate import Evaluation, Gate, Match
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
-from rlhf_core.tracking.registry import Candidate, register, why_outdated
+from rlhf_core.tracking.registry import Candidate, refusals, register, why_outdated
 from tests.support.champions import OUTCOMES, champion, enter, forked, make_champion, match_of, revoked
 
 WON = match_of(OUTCOMES)
@@ -415,7 +415,10 @@ def test_a_killed_registration_is_finished_by_the_same_command(
 ) -> None:
     killed_at(point, lambda: enter(Mlflow(f"sqlite:///{database}", "champions"), model, "d"))
     assert champion(mlflow, model) in ("3", "4")
+    unfinished = [each.version for each in refusals(mlflow, model, history(mlflow, model)) if each.unfinished]
+    assert unfinished == (["4"] if point == "register.decided" else [])
     done, _ = enter(mlflow, model, "d")
+    assert not refusals(mlflow, model, history(mlflow, model))
     assert (done.version, done.decision.champion, done.decision.rule) == ("4", True, "match")
     moves = history(mlflow, model)
     assert champion(mlflow, model) == "4"
