@@ -382,7 +382,7 @@ def _up(
         isolate_prefect()
         print(deployment.apply())
         runnable = deployment.full_name
-    print(next_step(runnable))
+    print(next_step(runnable, folder))
     return 0
 
 

@@ -108,7 +108,8 @@ def _started(
     # The stage `data` has checked the share of answers that can be reached.
     require_answers(prompts, ppo.rewards, most=1.0)
     processes = plan(ppo).processes
-    context.progress("ppo start", 0, processes, "processes")
+    unit = "processes have loaded their models"
+    context.progress("ppo start", 0, processes, unit)
     rewards = RewardSettings(
         ppo.rewards,
         decoder.response,
@@ -119,7 +120,7 @@ def _started(
     )
     with open_rewards(rewards) as composer_of, fleet:
         composer = composer_of(fleet)
-        context.progress("ppo start", processes, processes, "processes")
+        context.progress("ppo start", processes, processes, unit)
         demonstrations = open_sft(data, "train", context.scratch) if ppo.ptx is not None else []
         evaluation = None
         if ppo.evaluation_interval is not None:

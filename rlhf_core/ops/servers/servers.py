@@ -168,19 +168,23 @@ def _describe_start(home: Home, state: ServersState) -> str:
         lines.append("         (the tracker of MLFLOW_TRACKING_URI)")
     lines.append(f"logs     {home.servers}")
     lines += _describe_deployments(home, state)
-    # The project's prefect.toml refers to the profiles of the default home.
-    is_found = Path("prefect.toml").exists() and home.path == Home.of(".rlhf").path
-    if "prefect" in state.servers and not is_found:
-        lines.append(f"next     export PREFECT_PROFILES_PATH={shlex.quote(str(home.prefect_profiles))}")
     return "\n".join(lines)
 
 
-def next_step(deployment: str) -> str:
-    """Return the line of `up` with the command that runs a deployment, which has a name `FLOW/NAME` and maybe
-    parameters.
+def next_step(deployment: str, home: Home) -> str:
+    """Return the line of `up` with the command that runs a deployment, in any shell.
+
+    Args:
+        deployment: Its name `FLOW/NAME`, and maybe parameters.
+        home: Folder of the servers.
     """
-    prefect = shlex.quote(str(Path(sys.executable).parent / "prefect"))
-    return f"next     {prefect} deployment run {deployment}"
+    command = f"{shlex.quote(str(Path(sys.executable).parent / 'prefect'))} deployment run {deployment}"
+    state = ServersState.read(home)
+    # The project's prefect.toml refers to the profiles of the default home.
+    is_found = Path("prefect.toml").exists() and home.path == Home.of(".rlhf").path
+    if state is not None and "prefect" in state.servers and not is_found:
+        command = f"PREFECT_PROFILES_PATH={shlex.quote(str(home.prefect_profiles.absolute()))} {command}"
+    return f"next     {command}"
 
 
 def _mlflow_page(state: ServersState) -> str:

@@ -24,7 +24,17 @@ import pytest
 from rlhf_core.errors import InputError
 from rlhf_core.ops.servers import servers
 from rlhf_core.ops.servers.prefect_server import ensure_auth_string
-from rlhf_core.ops.servers.servers import HOME_VARIABLE, down, status, supervisor_of, up, use_servers
+from rlhf_core.ops.servers.servers import (
+    HOME_VARIABLE,
+    ServersState,
+    ServerState,
+    down,
+    next_step,
+    status,
+    supervisor_of,
+    up,
+    use_servers,
+)
 from rlhf_core.system.files import write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId
@@ -208,3 +218,21 @@ def test_status_lists_deployments_of_configurations_and_links_to_trainings(
 
 def test_down_without_servers_has_nothing_to_stop(home: Home) -> None:
     assert "nothing to stop" in down(home)
+
+
+def test_the_next_command_works_in_a_new_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    home, server = Home.of("my home").make(), ServerState(pid=1, restarts=0)
+    state = ServersState(
+        status="ready", message="", pid=1, started=0.0, prefect="http://127.0.0.1:1/api", mlflow="",
+        servers={"prefect": server},
+    )  # fmt: skip
+    state.write(home)
+    profiles = tmp_path / "my home" / "prefect" / "profiles.toml"
+    prefix = f"next     PREFECT_PROFILES_PATH='{profiles}' "
+    assert next_step("rlhf/mine", home).startswith(prefix)
+    assert next_step("rlhf/mine", home).endswith("prefect deployment run rlhf/mine")
+    state.model_copy(update={"servers": {}}).write(home)
+    assert "PREFECT_PROFILES_PATH" not in next_step("rlhf/mine", home), (
+        "the server is that of the environment"
+    )
