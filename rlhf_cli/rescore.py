@@ -68,8 +68,9 @@ def _rescore(
     chosen = _numbers(steps)
     stage: StageName = "ppo" if kind == "ppo" else "evaluate"
     os.environ.update(stage_environment(found.config(stage)))  # read when torch is imported
-    from rlhf_core.ops.rescore.comparison import tables
+    from rlhf_core.ops.rescore.comparison import tables, verdict
     from rlhf_core.ops.rescore.rescore import rescore
+    from rlhf_core.ops.tables import render, show
 
     rescored = rescore(
         found,
@@ -82,18 +83,17 @@ def _rescore(
         model=model,
         track=_track,
     )
-    page = output is not None and output.suffix == ".html"
-    console = Console(record=page, highlight=False, soft_wrap=not sys.stdout.isatty())
-    for each in tables(rescored.comparison):
-        console.print(each)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    said, shown = verdict(rescored.comparison), tables(rescored.comparison)
+    show(said, shown, console)
     if rescored.failed:
         console.print(f"{rescored.failed} responses have no value")
     if rescored.impure:
         console.print(f"another call can give other values: {', '.join(rescored.impure)} (pure: false)")
     print(printable(f"annotation: {rescored.address}"))
     if output is not None:
-        if page:
-            write_atomic(output, console.export_html())
+        if output.suffix == ".html":
+            write_atomic(output, render(f"rewards of {rewards.name}", [found.name], said, shown))
         else:
             # JSON has no NaN.
             text = json.dumps(asdict(rescored.comparison))

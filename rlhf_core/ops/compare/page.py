@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import ChoiceLoader, PackageLoader
-
 from rlhf_core.config.redact import printable
 from rlhf_core.evaluation.plots import compared_curves, to_image
-from rlhf_core.evaluation.report import Plot, environment
+from rlhf_core.evaluation.report import Plot
+from rlhf_core.ops import tables as shown
 from rlhf_core.ops.compare.compare import Comparison, counted, signed
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_Table = tuple[list[str], list[list[str]], str]
-"""Headings, rows and a sentence below."""
 
-
-def tables(found: Comparison) -> dict[str, _Table]:
+def tables(found: Comparison) -> dict[str, shown.Table]:
     """Return what is shown, in words, by the title of the table. A run has a letter."""
     letters = [chr(ord("A") + number) for number in range(len(found.runs))]
     differing = []
@@ -39,13 +35,13 @@ def tables(found: Comparison) -> dict[str, _Table]:
         " nothing about the noise of training."
     )
     columns = [f"{name} {letter}" for name in found.metrics for letter in letters]
-    shown: dict[str, _Table] = {
+    found_tables: dict[str, shown.Table] = {
         "Runs": (["", "run"], [list(each) for each in zip(letters, found.runs, strict=True)], ""),
         "What differs": (["kind", "what", *letters], differing, ""),
         "Results": (["measure", *letters, *(f"{other} - A" for other in letters[1:])], results, note),
         "PPO": (["step", *columns], curves, found.parted),
     }
-    return {title: table for title, table in shown.items() if table[1]}
+    return {title: table for title, table in found_tables.items() if table[1]}
 
 
 def _in_words(value: Any) -> str:
@@ -59,34 +55,17 @@ def _in_words(value: Any) -> str:
 
 def show(found: Comparison, console: Console) -> None:
     """Print the verdict, what differs, the results and the curves."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    def say(line: str) -> None:
-        console.print(Text(printable(line)), soft_wrap=True)
-
-    say(found.verdict)
-    for title, (headings, rows, note) in tables(found).items():
-        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
-        console.print(table)
-        if note:
-            say(note)
+    shown.show(found.verdict, tables(found), console)
     if found.mlflow:
-        say(f"MLflow: {found.mlflow}")
+        console.print(f"MLflow: {printable(found.mlflow)}", soft_wrap=True, markup=False)
 
 
 def render(found: Comparison) -> str:
     """Return the comparison as one HTML document without scripts."""
-    packages = ("rlhf_core.ops.compare", "rlhf_core.evaluation")
-    loader = ChoiceLoader([PackageLoader(package, package_path="") for package in packages])
-    plots = []
+    plots = {}
     if found.curves:
         image = to_image(compared_curves(found.histories, found.metrics))
-        plots.append(Plot("Steps of PPO", found.parted, image))
-    page = environment().overlay(loader=loader).get_template("compare.html.j2")
-    return page.render(found=found, tables=tables(found), plots=plots).strip() + "\n"
+        plots["PPO"] = Plot("Steps of PPO", found.parted, image)
+    return shown.render(
+        "comparison", found.runs, found.verdict, tables(found), plots=plots, link=found.mlflow
+    )

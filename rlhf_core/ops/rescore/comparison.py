@@ -8,18 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
-from rlhf_core.config.redact import printable
 from rlhf_core.ops.ranks import share_below
+from rlhf_core.ops.tables import Table
 from rlhf_core.types import PromptExample
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Frame = Any
 """A `pandas.DataFrame`, for which there are no types here."""
@@ -192,37 +189,41 @@ def _disagreements(
 # -- the terminal and the page --
 
 
-def tables(comparison: Comparison) -> list[RenderableType]:
-    """Return what `rlhf rescore` prints."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    def number(value: float) -> str:
-        return "-" if math.isnan(value) else f"{value:.3f}"
+def tables(comparison: Comparison) -> dict[str, Table]:
+    """Return what `rlhf rescore` shows below its verdict."""
 
     def row(each: Mapping[str, Any]) -> list[str]:
-        new = f"{number(each['new'])} ± {each['new_error']:.3f}"
-        return [str(each["count"]), number(each["old"]), new, number(each["correlation"])]
+        new = f"{_number(each['new'])} ± {each['new_error']:.3f}"
+        return [str(each["count"]), _number(each["old"]), new, _number(each["correlation"])]
 
-    columns = ("responses", comparison.against, "new", "rank correlation")
-    by_step, by_part = Table("step", *columns), Table("by", "", *columns)
+    columns = ["responses", comparison.against, "new", "rank correlation"]
     every = max(1, math.ceil(len(comparison.steps) / _ROWS))
-    for number_, each in enumerate(comparison.steps, start=1):
+    steps = []
+    for number, each in enumerate(comparison.steps, start=1):
         is_named = each["step"] in (comparison.best_step, comparison.parted)
-        if number_ % every == 0 or number_ in (1, len(comparison.steps)) or is_named:
-            by_step.add_row(str(each["step"]), *row(each))
-    for each in comparison.parts:
-        by_part.add_row(each["by"], escape(each["name"]), *row(each))
-    pairs = Table("step", "index", comparison.against, "new", "higher than", "response")
+        if number % every == 0 or number in (1, len(comparison.steps)) or is_named:
+            steps.append([str(each["step"]), *row(each)])
+    pairs = []
     for each in comparison.disagreements:
         ranks = f"{each['old_rank']:.0%} / {each['new_rank']:.0%}"
-        values = [str(each["step"]), str(each["index"]), number(each["old"]), number(each["new"])]
-        pairs.add_row(*values, ranks, escape(printable(each["text"])))
-    first = [by_step] if len(comparison.steps) > 1 else []
-    return [*first, by_part, "the largest disagreements, as ranks:", pairs, escape(_verdict(comparison))]
+        values = [str(each["step"]), str(each["index"]), _number(each["old"]), _number(each["new"])]
+        pairs.append([*values, ranks, each["text"]])
+    found: dict[str, Table] = {
+        "Steps": (["step", *columns], steps if len(steps) > 1 else [], ""),
+        "Groups": (["by", "", *columns], [[p["by"], p["name"], *row(p)] for p in comparison.parts], ""),
+        "The largest disagreements": (
+            ["step", "index", comparison.against, "new", "higher than", "response"], pairs, ""
+        ),
+    }  # fmt: skip
+    return {title: table for title, table in found.items() if table[1]}
 
 
-def _verdict(comparison: Comparison) -> str:
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"
+
+
+def verdict(comparison: Comparison) -> str:
+    """Return in words how the two rank, and where they part. The first line is the most important one."""
     against = comparison.against
     if not comparison.count:
         return f"no response has both {against} and the new reward"

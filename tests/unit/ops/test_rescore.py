@@ -36,7 +36,7 @@ from rlhf_core.config.record import RecordConfig
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.ops.finished_run import FinishedRun, find_run
-from rlhf_core.ops.rescore.comparison import compare, parting_step, tables
+from rlhf_core.ops.rescore.comparison import compare, parting_step, verdict
 from rlhf_core.ops.rescore.rescore import rescore
 from rlhf_core.record.annotations import annotations_of
 from rlhf_core.record.answers import AnswerRecord
@@ -251,12 +251,13 @@ def test_the_answers_of_an_evaluation_are_scored_by_model(
     assert main([*command, "--steps", "1:2"]) == 2
 
 
-def test_ranks_with_ties_are_those_of_inspect(tmp_path: Path) -> None:
+def test_ranks_with_ties_are_those_of_inspect() -> None:
     old, new = [1.0, 1.0, 2.0, 3.0, 3.0, 3.0], [4.0, 2.0, 2.0, 1.0, 0.0, 0.0]
-    rows = {"step": [1] * 6, "index": range(6), "group": range(6), "prompt_id": [f"p{n}" for n in range(6)]}
-    record = pa.table({**rows, "total": old})
-    scores = pa.table({"step": [1] * 6, "index": range(6), "score": new, "length": [3] * 6})
-    prompts = {name: PromptExample(name, "", (1,)) for name in rows["prompt_id"]}
+    names, numbers = [f"p{number}" for number in range(6)], list(range(6))
+    rows = {"step": [1] * 6, "index": numbers}
+    record = pa.table({**rows, "group": numbers, "prompt_id": names, "total": old})
+    scores = pa.table({**rows, "score": new, "length": [3] * 6})
+    prompts = {name: PromptExample(name, "", (1,)) for name in names}
     found = compare(record, scores, "total", prompts, lambda places: [""] * len(places))
     ranks = {row["index"]: (row["old_rank"], row["new_rank"]) for row in found.disagreements}
     expected = [(rankdata(values) - 0.5) / 6 for values in (old, new)]
@@ -346,7 +347,9 @@ def test_the_command_prints_and_writes_the_comparison(
         assert main([*options, "--name", "gold", "--output", str(output)]) == 0
         printed = capsys.readouterr().out
         assert "rank correlation" in printed and "annotations-" in printed
-    assert "the largest disagreements" in (tmp_path / "out.html").read_text()
+    page = (tmp_path / "out.html").read_text()
+    assert "<h1>rank correlation: " in page and "The largest disagreements" in page
+    assert "default-src 'none'" in page and "<script" not in page and 'class="left"' in page
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["count"] == 8 and len(content["steps"]) == 2
     assert main([*options, "--output", "out.txt"]) == 2
@@ -359,4 +362,4 @@ def test_a_constant_reward_ranks_nothing() -> None:
     new = pa.table({**rows, "score": [1.0, 2.0, 3.0, 4.0], "length": [1, 2, 3, 4]})
     asked = {name: prompt(0) for name in ("a", "b")}
     found = compare(old, new, "total", asked, lambda keys: ["text"] * len(keys))
-    assert tables(found)[-1] == "nothing to rank: total or the new reward is the same for all 4 responses"
+    assert verdict(found) == "nothing to rank: total or the new reward is the same for all 4 responses"
