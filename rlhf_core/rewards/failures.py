@@ -191,8 +191,8 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
     samples are then scored in one call, because a function may compare the samples of its batch.
     """
     if isinstance(failure, CodeError) and _fails_always(call, samples, failure):
-        reasons = dict.fromkeys(range(len(samples)), str(failure))
-        return Outcome([math.nan] * len(samples), reasons, is_broken=True)
+        always = dict.fromkeys(range(len(samples)), str(failure))
+        return Outcome([math.nan] * len(samples), always, is_broken=True)
     # On the way down to one bad sample, one half fails at each of the log2(n) levels.
     budget = _MAX_BAD_SAMPLES * math.ceil(math.log2(max(2, len(samples))))
     reasons: dict[int, str] = {}

@@ -94,8 +94,8 @@ def make(home: Path, run: Made) -> None:
         {"step": step, "objective/scores": score, "objective/kl": 0.5, "rollout/length": 20.0}
         for step, score in enumerate(run.scores, start=1)
     ]
-    for row in curve if run.gold_curve else ():
-        row["rewards/gold/mean"] = -float(row["step"])
+    for metrics in curve if run.gold_curve else ():
+        metrics["rewards/gold/mean"] = -float(metrics["step"])
     (ppo / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve))
     writer = RecordWriter(ppo / "parts", "ppo", RecordConfig())
     for step, (score, response) in enumerate(zip(run.scores, run.responses, strict=True), start=1):

@@ -246,8 +246,8 @@ def test_the_answers_of_an_evaluation_are_scored_by_model(
         assert by_model[model]["new"] == pytest.approx(sum(values) / 2)
     printed = capsys.readouterr().out
     assert "rank correlation" in printed and "they do not part" not in printed
-    rows = annotations_of(*find_run("small", str(run.home.path)).artifact("evaluate"))["new"]
-    assert pq.read_table(rows, columns=["kind"])["kind"].to_pylist() == ["evaluation"] * 4
+    written_rows = annotations_of(*find_run("small", str(run.home.path)).artifact("evaluate"))["new"]
+    assert pq.read_table(written_rows, columns=["kind"])["kind"].to_pylist() == ["evaluation"] * 4
     assert main([*command, "--steps", "1:2"]) == 2
 
 
