@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_core.cluster.disk_space import bytes_below
 from rlhf_core.config import PipelineConfig
