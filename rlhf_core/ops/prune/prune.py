@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rlhf_core.cluster.disk_space import bytes_below
 from rlhf_core.config import PipelineConfig
@@ -111,11 +111,11 @@ class Plan:
             # Labels begin with the stage of an artifact, or with what else it is: `checkpoints of ...`.
             kinds = Counter(item.label.partition("/")[0].partition(" ")[0] for item in items)
             text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            names = (
-                {getattr(item.subject, "name", None) for item in items} if reason is Reason.VERSION else ()
-            )
-            versions = {version for name in names for version in self.known.versions.get(name, ())}
-            found[reason] = f"{text}; {', '.join(sorted(versions, key=_natural))}" if versions else text
+            if reason is Reason.VERSION:
+                names: set[Any] = {getattr(item.subject, "name", None) for item in items}
+                versions = {version for name in names for version in self.known.versions.get(name, ())}
+                text += f"; {', '.join(sorted(versions, key=_natural))}"
+            found[reason] = text
         return found
 
     def _by_reason(self) -> dict[Reason, list[Item]]:
