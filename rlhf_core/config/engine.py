@@ -104,7 +104,9 @@ class WeightSyncConfig(Section):
     canary_tolerance: PositiveFloat = execution(
         1e-3, within=Range(1e-9, 10, "with a larger difference the engines have other weights")
     )
-    """Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05"""
+    """Largest mean absolute difference of log-probabilities allowed; outside float32 at least 0.05. Above
+    half of it, a warning is logged and rollout/logprob_gap_alarm is set
+    """
 
     def bucket_bytes(self, device: str) -> int:
         """Return the size of a bucket on "cpu" or "cuda"."""

@@ -267,7 +267,7 @@ def result_settings(section: Section) -> dict[str, Any]:
     `reward.judge`, that equals the inherited one.
     """
     dump = section.model_dump(mode="json", by_alias=True)
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = dict(section.constants)
     for name, field in type(section).model_fields.items():
         if effect_of(field) != "result":
             continue

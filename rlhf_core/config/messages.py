@@ -41,8 +41,16 @@ RENAMED = {
     "ppo.guards.overoptimization_ratio": "ppo.guard_limits.overoptimization",
 }
 """Fields of earlier versions, and their names in this one."""
-REMOVED = ("allowed_hosts", "dispatch", "senders")
-"""Names of fields of earlier versions, of any section, that this one has no more."""
+REMOVED = {
+    "allow_other_ranks": "a checkpoint of another number of ranks is converted without it; leave it out",
+    "allowed_hosts": "leave it out",
+    "dispatch": "leave it out",
+    "eps": "it is 1e-8; leave it out",
+    "logprob_gap_limit": "it is half of ppo.weight_sync.canary_tolerance; set that instead",
+    "senders": "leave it out",
+    "tie_embeddings": "it is true; leave it out",
+}
+"""Names of fields of earlier versions, of any section, that this one has no more, and what to do."""
 _FIELD_IN_MESSAGE = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 
 
@@ -343,7 +351,7 @@ def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     if name in RENAMED:
         return f"{name}: has another name in this version; write {RENAMED[name]}"
     if path[-1] in REMOVED:
-        return f"{name}: is no field of this version (CHANGELOG.md says why); leave it out"
+        return f"{name}: is no field of this version (CHANGELOG.md says why); {REMOVED[path[-1]]}"
     kind = "loss" if path[:2] == ("ppo", "loss") else "reward"
     owner = f" for a {kind} of type {variant}" if variant else ""
     return f"{name}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"

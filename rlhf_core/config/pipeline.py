@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, RootModel, field_validator
 
@@ -275,7 +275,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class TinyModel(Section):
-    """A Llama from scratch, for the demo and for tests."""
+    """A Llama from scratch, for the demo and for tests. Input and output embeddings are one matrix."""
+
+    constants: ClassVar = {"tie_embeddings": True}
 
     hidden_size: PositiveInt = result(128, within=Range(1, 65536, "wider than any model"))
     """Width"""
@@ -292,8 +294,6 @@ class TinyModel(Section):
     """Size of the tokenizer trained on the data, at most"""
     max_positions: PositiveInt = result(256, within=TOKENS)
     """Context length"""
-    tie_embeddings: bool = result(True)
-    """One matrix for input and output embeddings"""
 
     def problems(self) -> Iterator[str]:
         if self.hidden_size % self.heads or self.hidden_size // self.heads not in CPU_HEAD_SIZES:

@@ -206,10 +206,6 @@ class PPOConfig(PackedSection):
     """Decay per optimizer step of a float32 moving average of the policy's weights. It is saved in the
     policy's dtype, next to the policy or as the policy (`publish: average`); null: none
     """
-    logprob_gap_limit: PositiveFloat | None = execution(None)
-    """If the mean |old - rollout| log-probability is above this, a warning is logged and
-    rollout/logprob_gap_alarm is set; null: half of the limit of the canary
-    """
     critic_warmup_steps: NonNegativeInt | None = result(None)
     """The first steps train the critic only. null: 0, see `critic_warmup_max_steps`"""
     critic_warmup_max_steps: PositiveInt | None = result(None, later=True)
