@@ -294,8 +294,9 @@ class RewardConfig(TrainingSection):
 
     @property
     def of_judge(self) -> RewardConfig:
-        """The settings with which the judge is trained."""
-        return self.model_copy(update=self.judge.own_settings if self.judge is not None else {})
+        """The settings with which the judge is trained. It is one model also with an ensemble."""
+        own = self.judge.own_settings if self.judge is not None else {}
+        return self.model_copy(update={"ensemble": None, **own})
 
     @property
     def members(self) -> int:
