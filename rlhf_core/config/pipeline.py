@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, RootModel, field_validator
+from pydantic import ConfigDict, Field, RootModel, field_validator
 
 from rlhf_core.config.base import (
     PAUSE,
@@ -36,7 +36,6 @@ from rlhf_core.config.data import (
 )
 from rlhf_core.config.evaluate import BenchmarkConfig, EvaluateConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.record import RecordConfig
 from rlhf_core.config.register import RegisterConfig, SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.pipeline import STAGES, StageName
@@ -250,6 +249,25 @@ class StoreConfig(Section):
     allow_fresh_start: bool = execution(False)
     """Train a stage from its beginning if all its checkpoints are damaged or gone; by default an error. An
     intact checkpoint is used in any case
+    """
+
+
+RecordLevel = Literal["none", "rewards", "logprobs", "all"]
+"""Each level has what the ones before it have."""
+
+
+class RecordConfig(Section):
+    """The record of rollouts."""
+
+    level: RecordLevel = execution("logprobs")
+    """What is [recorded](record.md) of each response of PPO: `rewards` (tokens and rewards), `logprobs`
+    (also log-probabilities of engine, policy and reference, and values), `all` (also advantages, returns, and
+    log-probabilities after the update, for which the policy computes each batch once more) or `none`. Answers
+    of `sample`, of the evaluation and of the match have the columns of `rewards`, unless it is `none`
+    """
+    max_bytes: Annotated[int, Field(ge=1, le=10**15)] = execution(20 * 10**9)
+    """Size of the record, in bytes before compression. Nothing is recorded from the step on that would exceed
+    it
     """
 
 

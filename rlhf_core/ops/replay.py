@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import sources_in_key, stage_inputs
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import FinishedRun

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rlhf_core.config.pipeline import RecordLevel
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.record import RecordLevel
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.training.batch import FloatArray, IntArray, RolloutBatch, RolloutColumns, offsets_of
 from rlhf_core.ppo.training.experience import shaped_scores
