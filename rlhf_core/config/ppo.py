@@ -28,11 +28,12 @@ from rlhf_core.config.base import (
     rounding,
 )
 from rlhf_core.config.constants import Aggregation, GroupKind
-from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.ppo_sections import (
+    MAX_ENGINE_RANK,
     AnyLoss,
     ConfiguredAggregation,
     DynamicFilteringConfig,
+    EngineConfig,
     GuardAction,
     GuardLimits,
     GuardName,
@@ -42,6 +43,7 @@ from rlhf_core.config.ppo_sections import (
     PythonAdvantages,
     SequenceLoss,
     TeacherConfig,
+    WeightSyncConfig,
     default_evaluation_interval,
 )
 from rlhf_core.config.rewards import AnswerReward, AnyReward, ModelReward
