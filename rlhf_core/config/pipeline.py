@@ -34,9 +34,8 @@ from rlhf_core.config.data import (
     Limits,
     fitted_limits,
 )
-from rlhf_core.config.evaluate import BenchmarkConfig, EvaluateConfig
+from rlhf_core.config.evaluate import BenchmarkConfig, EvaluateConfig, RegisterConfig, SampleConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.register import RegisterConfig, SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
