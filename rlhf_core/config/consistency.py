@@ -247,6 +247,7 @@ def learning_rates(config: PipelineConfig) -> list[LearningRate]:
     rates = []
     for stage, section in config.training_sections.items():
         field = f"{section_of(stage)}.optimizer.learning_rate"
+        # Of a new section: `load_config` derives the default of adapters from it.
         usual = type(section)().optimizer.learning_rate
         rates.append(LearningRate(field, section.optimizer.learning_rate, usual, section.lora is not None))
     trained = []

@@ -120,6 +120,7 @@ def key_content(
         source_digests: Content digests of what the stage reads from outside (data files, the folder of the
             base model), see `sources_in_key`.
     """
+    # `sort_keys` of `json_sha256` makes the order of fields and sections irrelevant.
     payload: dict[str, Any] = {
         "stage": stage,
         "schema": STAGES[stage].version,
@@ -218,6 +219,7 @@ def _key_payload(config: PipelineConfig, source_digests: Mapping[str, str]) -> d
     }
     return {
         "schema": {name: stage.version for name, stage in STAGES.items() if name not in absent},
+        # The run of the pipeline in MLflow is found by this key, and it is in one experiment, by one name.
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,

@@ -160,6 +160,7 @@ def plan(ppo: PPOConfig) -> PlacementPlan:
     candidates: list[tuple[tuple[Role, ...], int]] = []
     policy, critic = ppo.policy_deepspeed.ranks, ppo.critic_deepspeed.ranks
     if ppo.colocate == "all":
+        # A rule of `PPOConfig` makes the ranks of the critic equal to those of the policy.
         candidates = [(("policy", "reference", "critic", "reward"), policy)]
     else:
         if ppo.colocate in ("policy_reference", "pairs"):

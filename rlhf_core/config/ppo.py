@@ -387,6 +387,7 @@ class PPOConfig(PackedSection):
         """`missing_eos_penalty`, or the default for the configured rewards."""
         if self.missing_eos_penalty is not None:
             return self.missing_eos_penalty
+        # A reward model was trained with whole responses only; a rule says itself what a cut one is worth.
         return 1.0 if self.trains_on_reward_model and self.overlong is None else 0.0
 
     @property
@@ -438,6 +439,7 @@ class PPOConfig(PackedSection):
         if self.critic_warmup_max_steps is not None:
             return self.critic_warmup_max_steps
         if self.critic_warmup_steps is None and self.uses_critic and self.trains_on_reward_model:
+            # The critic starts from the reward model, whose scores of unfinished responses mean little.
             return self.steps // 10
         return self.warmup_steps
 

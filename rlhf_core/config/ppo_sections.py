@@ -36,6 +36,7 @@ ConfiguredAggregation = Literal[
 """`-norm` is `seq-mean-token-sum` with a constant divisor (`PPOConfig.loss_divisor`)."""
 
 
+# vLLM allocates the matrices of an adapter for one of these ranks, and refuses others.
 _ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 MAX_ENGINE_RANK = _ENGINE_RANKS[-1]
 """The largest rank of an adapter that vLLM serves."""

@@ -253,6 +253,7 @@ class JudgeConfig(Section):
     @property
     def own_settings(self) -> dict[str, Any]:
         """The settings of its training that are not those of the section `reward`, by fields of it."""
+        # These say which pairs and weights the judge has, and are no fields of the section `reward`.
         names = set(type(self).model_fields) - {"fraction", "path", "revision"}
         values = {name: getattr(self, name) for name in sorted(names)}
         return {name: value for name, value in values.items() if value is not None}

@@ -119,12 +119,11 @@ class StepRows:
         """
         assert batch.rewards is not None
         by_source = batch.rewards.by_source
-        return {
-            f"{WEIGHTED}{source_name(source)}": weighted_sum(
-                [source], by_source, len(batch), self.ppo.score_clip
-            )
-            for source in self.ppo.rewards
-        }
+        found = {}
+        for source in self.ppo.rewards:
+            part = weighted_sum([source], by_source, len(batch), self.ppo.score_clip)
+            found[f"{WEIGHTED}{source_name(source)}"] = part
+        return found
 
     def _of_ranks(self, experience: Experience) -> dict[str, Any]:
         rows = {
