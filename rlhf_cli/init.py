@@ -60,7 +60,7 @@ def _init(
         goal: How the policy is trained.
         out: The file to write. Its name is the name of the run.
     """
-    from rlhf_core.config.schema import FILE, schema_json
+    from rlhf_core.config.messages import SCHEMA_FILE, schema_json
     from rlhf_core.ops.init import Given, configuration
 
     if out.exists():
@@ -75,7 +75,7 @@ def _init(
     except InputError:
         out.unlink()  # the next try writes it again
         raise
-    schema = out.with_name(FILE)
+    schema = out.with_name(SCHEMA_FILE)
     schema.write_text(schema_json(), encoding="utf-8")
     print(f"\nwrote {out}, and {schema} for completion in editors")
     print(f"next: rlhf plan {out}, then rlhf run {out}; docs/{_PAGES[goal]} explains both")
@@ -105,7 +105,7 @@ def _schema() -> int:
 
     Example: rlhf schema > rlhf.schema.json
     """
-    from rlhf_core.config.schema import schema_json
+    from rlhf_core.config.messages import schema_json
 
     print(schema_json(), end="")
     return 0

@@ -201,6 +201,10 @@ _OTHER_WORDS: dict[str, set[str]] = {
     "rlhf_core.ppo": _ROLE,
     # The algorithm `ppo`.
     "rlhf_core.config.ppo": {"ppo"},
+    # What `rlhf blame` and `rlhf replay` measure of a step, and a kind of facts about a run.
+    "rlhf_cli.replay": _ROLE,
+    "rlhf_core.ops.blame": _ROLE,
+    "rlhf_core.ops.compare": {"data"},
     # A field of MLflow's tables.
     "rlhf_core.tracking.stage_run": {"data"},
     # What a check is about, in messages.

@@ -145,6 +145,15 @@ def limits_of(folder: Path) -> Limits:
     return Limits(**{name: found[name] for name in Limits._fields})
 
 
+def with_limits_of_data(config: PipelineConfig, inputs: Mapping[str, Path]) -> PipelineConfig:
+    """Return the configuration of a stage with the length limits that it lacks: those of the data among its
+    inputs, if it reads any.
+    """
+    if None in config.given_limits and (data := inputs.get("data")) is not None:
+        return config.with_limits(limits_of(data))
+    return config
+
+
 def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:
     """Return percentiles of token counts over both splits, by part of the example."""
     parts: dict[str, list[int]] = {}

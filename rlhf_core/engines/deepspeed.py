@@ -26,7 +26,7 @@ from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConf
 from rlhf_core.engines import resharding
 from rlhf_core.engines.distributed import Rank, bound_collectives
 from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
-from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
+from rlhf_core.errors import CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter, trained_head_name
 from rlhf_core.models.saving import WeightStream, as_in_checkpoint, unquantized
 from rlhf_core.models.weights import dequantized, shape, value_dtype
@@ -36,6 +36,7 @@ from rlhf_core.system.heartbeat import heartbeat
 
 log = logging.getLogger(__name__)
 
+ADAM_EPS = 1e-8
 MOST_BFLOAT16_SUMS = 128
 """Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
 percent.
@@ -90,7 +91,6 @@ class TrainingEngine:
         self.rank = rank
         self.optimizer_config = optimizer
         self.zero_stage = config.zero_stage
-        self._allow_other_ranks = config.allow_other_ranks
         self.lora: LoraConfig | None = getattr(module, "lora", None)
         self._grad_norm = math.nan
         self.steps_done = 0
@@ -457,17 +457,10 @@ class TrainingEngine:
             scratch: An unused path for a conversion, which is made once on each host and removed.
 
         Raises:
-            ConfigError: Another number of ranks saved it, and `allow_other_ranks` is not set.
             CorruptArtifact: There is no usable state (DeepSpeed alone would start from scratch), or a pickle
                 has classes that are not on the list of `distributed.join`. None of them is called.
         """
         ranks = resharding.noted_ranks(folder)
-        if ranks != self.rank.world_size and not self._allow_other_ranks:
-            raise ConfigError(
-                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} rank(s); got"
-                f" {self.rank.world_size}; use {ranks}, or set allow_other_ranks=true next to it to convert"
-                " the checkpoint"
-            )
         try:
             path, client = self._load_state(folder, scratch, ranks)
         except pickle.UnpicklingError as error:
@@ -557,7 +550,7 @@ def deepspeed_config(
 
 def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     groups = _decay_groups(module, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=ADAM_EPS, fused=True)
 
 
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

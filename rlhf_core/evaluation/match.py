@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.register import PolicyStage
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest

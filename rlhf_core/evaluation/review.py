@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rlhf_core.config.register import PolicyStage
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.measures import flat_name
 from rlhf_core.evaluation.statistics import win_rate

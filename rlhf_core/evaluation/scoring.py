@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_core.cluster.ranks import needs_actors
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.keys import result_settings
-from rlhf_core.config.register import PolicyStage
 from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, ModelReward
 from rlhf_core.data.synthetic import VERSION, parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError

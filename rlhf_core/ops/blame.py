@@ -92,8 +92,7 @@ def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
     rows_before = [row for found, _ in earlier for row in found]
     before = float(np.concatenate([found for _, found in earlier]).mean()) if rows_before else None
     shares = shares_of(values, before or 0.0)
-    artifacts, ref = run.artifact("data")
-    data = artifacts.fetch(ref, weights=False)
+    data = run.data()
     prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data, "train")}
     decode = load_decoder(data)
     responses = []

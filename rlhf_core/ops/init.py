@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import SetName, Source
-from rlhf_core.config.schema import FILE
+from rlhf_core.config.messages import SCHEMA_FILE
 from rlhf_core.config.yaml import quoted
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, first_rows, list_files
@@ -91,7 +91,7 @@ def configuration(given: Given, name: str) -> str:
     _check(given, seen.answers)
     return "\n".join(
         [
-            f"# yaml-language-server: $schema={FILE}",
+            f"# yaml-language-server: $schema={SCHEMA_FILE}",
             f"# {given.goal.upper()} of {given.model}",
             f"run: {{name: {quoted(name)}}}",
             f"model: {{path: {quoted(given.model)}}}",

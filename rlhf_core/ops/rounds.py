@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.evaluate import SampleConfig
 from rlhf_core.config.load import config_from_tree, load_config
-from rlhf_core.config.register import SampleConfig
 from rlhf_core.errors import GateFailed, InputError, VotesNeeded, checking
 from rlhf_core.evaluation.measures import MEASURES, titles_of
 from rlhf_core.ops.api import run_pipeline

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_core.config.engine import engine_rank
+from rlhf_core.config.ppo_sections import engine_rank
 from rlhf_core.data.tokenizer import TOKENIZER_FILES
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.policy_files import adapter_rank

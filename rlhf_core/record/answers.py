@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.record.reader import RECORD
 from rlhf_core.record.schema import ANSWER_COLUMNS, COLUMNS
 from rlhf_core.record.writer import RecordWriter

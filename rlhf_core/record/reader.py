@@ -1,7 +1,7 @@
 """Reads the record of a run.
 
 >>> from tempfile import mkdtemp
->>> from rlhf_core.config.record import RecordConfig
+>>> from rlhf_core.config.pipeline import RecordConfig
 >>> from rlhf_core.record.writer import RecordWriter
 >>> folder = Path(mkdtemp())
 >>> writer = RecordWriter(folder / "parts", "ppo", RecordConfig())

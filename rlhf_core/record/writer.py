@@ -20,7 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.record.reader import RECORD, parts_of
 from rlhf_core.record.schema import NUMBERS, TOKENS
 from rlhf_core.system.files import linked

@@ -23,7 +23,7 @@ from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import changed, pipeline_name, rounding_settings, stages_made
-from rlhf_core.data.card import limits_of
+from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import (
     InputError,
     ModelError,
@@ -258,9 +258,7 @@ class _Attempt:
         # On a cluster, the hosts with processes get the weights when Ray is connected (`ClusterNodes.join`).
         weights = nodes is None or artifacts.is_local
         inputs = {str(stage): artifacts.fetch(ref, weights=weights) for stage, ref in spec.inputs.items()}
-        config = spec.config
-        if "data" in inputs and None in config.given_limits:
-            config = config.with_limits(limits_of(inputs["data"]))
+        config = with_limits_of_data(spec.config, inputs)
         if nodes is not None:
             nodes.config = config
             nodes.checkpoint_bytes = _checkpoint_bytes(spec, inputs)

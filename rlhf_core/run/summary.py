@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhf_core.config.register import POLICIES
+from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.evaluation.measures import (
     LENGTH_CONTROLLED,
     MEASURES,

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.register import POLICIES
+from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder

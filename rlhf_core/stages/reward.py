@@ -123,14 +123,14 @@ def finish(
 def _train(
     rank: Any, config: PipelineConfig, folders: Folders, stage: StageName, context: StageContext | None
 ) -> dict[str, float]:
-    """Train the model, or all members of the ensemble. The judge is one model."""
+    """Train the model, or all members of the ensemble."""
     reward = _settings(config, stage)
     train = training_pairs(config, folders.data, stage, folders.work)
     held_out = load_pairs(folders.data, "eval")
     if reward.margin == "field":
         require_margins(train, held_out)
     inputs = _Inputs(config, folders, stage, train, held_out)
-    if reward.ensemble is None or stage != "reward":
+    if reward.ensemble is None:
         return _train_member(rank, inputs, 0, context).metrics
     return train_members(
         reward.ensemble,

@@ -43,7 +43,7 @@ from rlhf_core.models.packing import plan_ranks
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed, epoch_batch
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PairExample, StageContext
+from rlhf_core.types import PairExample, StageContext, finite
 
 T = TypeVar("T")
 Row = TypeVar("Row")
@@ -417,7 +417,7 @@ def train_epochs(
             if early_stop is not None and best.add(step, evaluation["eval/loss"]):
                 engine.snapshot_best()
             # After `add`, which counts an evaluation whose loss is not finite.
-            evaluation = _finite(evaluation)
+            evaluation = finite(evaluation)
         if context is not None:
             if step < total and not best.is_final(early_stop):  # at the end those of the best are logged
                 metrics |= evaluation
@@ -448,7 +448,7 @@ def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, flo
         norm: Norm of the gradient.
         measured: The metrics of the stage.
     """
-    return _finite(
+    return finite(
         {
             **measured,
             "train/grad_norm": norm,
@@ -456,10 +456,6 @@ def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, flo
             "train/skipped_steps": float(engine.skipped_steps),
         }
     )
-
-
-def _finite(metrics: Metrics) -> Metrics:
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 # -- pairs: those of a stage, and how ranks share them --

@@ -143,7 +143,7 @@ def check_engine() -> Iterator[str]:
         model = save_small_model(Path(folder), vocabulary=8192)
         with _described_device():
             # After the device is described: vLLM looks at it when it is imported.
-            from rlhf_core.config.engine import EngineConfig
+            from rlhf_core.config.ppo_sections import EngineConfig
             from rlhf_core.engines.vllm import Engine
 
             kinds = list(_kinds_of_engines())

@@ -182,8 +182,14 @@ def limit_gathered_parameters(live: int, *, prefetched: int, **settings: int) ->
     sharding.deepspeed_config = changed  # type: ignore[attr-defined]  # imported there
 
 
+def raise_eps() -> None:
+    """Give AdamW an eps with which the sizes of gradients matter from the first step on, in this process."""
+    deepspeed.ADAM_EPS = 1e-4
+
+
 def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
-    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4)
+    raise_eps()
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
     hpz = 2 if "hpz" in kind and rank.world_size > 1 else 1
     offload = "all" if "offload" in kind else "none"
     config = DeepSpeedConfig.model_validate(

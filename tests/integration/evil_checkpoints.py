@@ -77,7 +77,7 @@ def main(root: Path) -> None:
     answers = []
     for stage in ZERO_STAGES:
         optimizer = OptimizerConfig(warmup_ratio=0.0, schedule="constant")
-        sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "allow_other_ranks": True})
+        sizes = DeepSpeedConfig.model_validate({"zero_stage": stage})
         engine = TrainingEngine(model("policy"), sizes, optimizer, Rank())
         place = root / f"zero{stage}"
         engine.save_checkpoint(place / "state")

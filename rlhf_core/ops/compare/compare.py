@@ -145,14 +145,14 @@ def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
             data[f"content of {name.removeprefix('sources.')}"] = value
         elif name.startswith("schema."):
             code[f"version of the stage {name.removeprefix('schema.')}"] = value
-    for name, value in run.stages.get("data", {}).get("metrics", {}).items():
-        data[name.removeprefix("data/")] = value
     versions: dict[str, set[str]] = defaultdict(set)
-    for stage in STAGES:
-        if stage in run.stages:
-            artifacts, ref = run.artifact(stage)
-            for name, version in artifacts.origin(ref).versions.items():
-                versions[name].add(version)
+    for stage in filter(run.stages.__contains__, STAGES):
+        for name, value in run.stages[stage].get("metrics", {}).items():
+            if name.startswith("data/"):
+                data[name.removeprefix("data/")] = value
+        artifacts, ref = run.artifact(stage)
+        for name, version in artifacts.origin(ref).versions.items():
+            versions[name].add(version)
     in_words = {name: ", ".join(sorted(found)) for name, found in versions.items()}
     code |= {f"digest ({name})": in_words.pop(name, None) for name in ("code", "git")}
     in_words["device"] = state.get("decided_by", {}).get("device")
@@ -169,7 +169,7 @@ class _Run:
         self.name = finished.name
         self.policy = policy_of(finished.summary)
         self.folders: dict[StageName, Path] = {}
-        for stage in ("data", "ppo", "evaluate"):
+        for stage in ("ppo", "evaluate"):
             if stage in finished.stages:
                 artifacts, ref = finished.artifact(stage)
                 # The record of PPO can be large, and is needed only if the runs have common steps.
@@ -245,7 +245,7 @@ def _paired(first: _Run, second: _Run) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     if not first.scores:
         return found
-    interval = Intervals(first.finished.config("evaluate"), load_prompts(first.folders["data"], "eval"))
+    interval = Intervals(first.finished.config("evaluate"), load_prompts(first.finished.data(), "eval"))
     for measure, ours in first.scores.items():
         theirs = second.scores.get(measure, {})
         common = [prompt for prompt in ours if prompt in theirs]

@@ -12,8 +12,8 @@ from typing import Any
 from yaml import YAMLError
 
 from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.redact import scrubbed
-from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED, endless_models, results_of, titles_of

@@ -141,8 +141,7 @@ class StepScorer:
         opened: ExitStack,
     ) -> None:
         config = run.config("ppo")
-        artifacts, ref = run.artifact("data")
-        data = artifacts.fetch(ref)
+        data = run.data()
         self._folder = folder
         self._decode = load_decoder(data).response
         self.prompts: dict[str, PromptExample] = {

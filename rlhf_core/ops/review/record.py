@@ -337,8 +337,7 @@ def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
     """
     if review.config.data.template == "plain" or review.opponent == "sample":
         return votes
-    artifacts, ref = review.run.artifact("data")
-    folder = artifacts.fetch(ref)
+    folder = review.run.data()
     encoder = load_encoder(review.config, folder)
     tokens = {prompt.prompt_id: prompt.input_ids for prompt in load_prompts(folder, "eval")}
     return [

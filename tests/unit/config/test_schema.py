@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from rlhf_cli.main import main
-from rlhf_core.config.schema import editor_schema
+from rlhf_core.config.messages import editor_schema
 from rlhf_core.config.yaml import read
 from rlhf_core.system.shipped import shipped
 

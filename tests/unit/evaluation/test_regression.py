@@ -22,7 +22,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_key
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import train_tokenizer

@@ -25,7 +25,7 @@ import yaml
 
 from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.statistics import bootstrap_mean

@@ -45,7 +45,7 @@ from starlette.testclient import TestClient
 
 from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.record import RecordConfig, RecordLevel
+from rlhf_core.config.pipeline import RecordConfig, RecordLevel
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import newest_run

@@ -28,7 +28,7 @@ import pytest
 
 from rlhf_cli.main import main
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.ops.finished_run import FinishedRun, find_run
