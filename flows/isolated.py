@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import InputError
-from rlhf_core.system.local_http import basic_auth
+from rlhf_core.system.serving import basic_auth
 
 EMBEDDED = "RLHF_EMBEDDED_PREFECT"
 """Set in the environment if the server ends with this command. Links to its UI would not work later."""

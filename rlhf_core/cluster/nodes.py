@@ -34,13 +34,12 @@ from rlhf_core.cluster.agent import (
     of_host,
 )
 from rlhf_core.cluster.base_model import BaseModel
-from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.disk_space import space_of, space_problem
 from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import RemoteActor, fetch, ready, settle
-from rlhf_core.cluster.stored_output import StoredOutput
+from rlhf_core.cluster.stored_output import StoredOutput, needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import require_unchanged

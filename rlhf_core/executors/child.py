@@ -36,7 +36,7 @@ from rlhf_core.executors.events import (
 )
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.system.files import read_end
-from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import launch, python_module
 from rlhf_core.types import ArtifactRef
 
 OnEvent = Callable[[dict[str, Any]], None]

@@ -24,7 +24,7 @@ import pytest
 
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
 from rlhf_core.cluster.base_model import BaseModel
-from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
+from rlhf_core.cluster.stored_output import needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import model_digest, model_digests
 from rlhf_core.errors import ConfigError, CorruptArtifact, DataError, StoreError
