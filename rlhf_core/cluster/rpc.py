@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied, classified
+from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied, classified, classifying
 from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
 
 POLL_SECONDS = 1.0
@@ -95,9 +95,8 @@ def rpc(timeout: Literal["start", "stall", "sync"] = "stall") -> Callable[[Calla
             started = time.monotonic()
             actor.running = method.__name__
             try:
-                return method(*args, **kwargs)
-            except Exception as error:
-                raise classified(error, f"{participant.name}, {method.__name__}") from error
+                with classifying(f"{participant.name}, {method.__name__}"):
+                    return method(*args, **kwargs)
             finally:
                 actor.counters[f"seconds/{method.__name__}"] += time.monotonic() - started
                 actor.running = ""

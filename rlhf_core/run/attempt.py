@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -221,11 +221,10 @@ class _Attempt:
             nodes.before_leave = checkpoints.finish
         ref = artifacts.upload_pending(spec.stage, spec.key, self.fence)
         if ref is None:
-            try:
+            with ExitStack() as failed:
+                failed.callback(checkpoints.finish)
                 ref = self._run_and_publish(artifacts, checkpoints, nodes)
-            except BaseException:
-                checkpoints.finish()
-                raise
+                failed.pop_all()
         failpoint("stage.published")
         # Only now. If a kill prevents it, `PipelineRun.remove_leftovers` does it at the next reuse.
         checkpoints.clear()

@@ -14,13 +14,16 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from rlhf_core.config.redact import is_secret, printable, scrubbed
 from rlhf_core.tracking.database import artifacts_of, ensure_database
+
+_T = TypeVar("_T")
 
 _ENVIRONMENT = {
     # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
@@ -507,6 +510,19 @@ def _short(text: str, limit: int) -> str:
 # -- errors: what they mean, for messages and decisions --
 
 _CAUSE = re.compile(r"\(Caused by (.+)\)")
+
+
+def attempt(call: Callable[[], _T]) -> Future[_T]:
+    """Make a call of a tracker, and return its result or its error.
+
+    Errors are of any kind: MLflow raises those of four libraries, and none may stop a pipeline.
+    """
+    done: Future[_T] = Future()
+    try:
+        done.set_result(call())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 class UnusableAnswer(Exception):

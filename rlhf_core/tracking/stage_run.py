@@ -31,6 +31,7 @@ from rlhf_core.tracking.mlflow_client import (
     Mlflow,
     Point,
     RunState,
+    attempt,
     clean_name,
     describe_failure,
     is_unreachable,
@@ -349,16 +350,13 @@ class StageRun:
 
     def _send_answers(self, run_id: str, file: Path) -> None:
         rows = json.loads(file.read_bytes())
-        try:
-            logged = self._mlflow.log_traces(run_id, rows)
-        except Exception as error:
-            if is_unreachable(error):
-                raise
-            # Of any kind, as in `_try`. It is not tried again: a server that has no traces would keep the run
-            # from its end, and the report has the answers too.
+        done = attempt(lambda: self._mlflow.log_traces(run_id, rows))
+        error = done.exception()
+        if error is not None and not is_unreachable(error):
+            # It is not tried again: a server that has no traces would keep the run from its end, and the
+            # report has the answers too.
             log.warning("MLflow at %s %s; it has no traces.", self.tracking_uri, describe_failure(error))
-            return
-        if logged < len(rows):
+        elif (logged := done.result()) < len(rows):
             log.warning("MLflow was slow: it has traces of %d of %d prompts.", logged, len(rows))
 
     def _new_points(self) -> Sequence[Point]:
@@ -380,9 +378,8 @@ class StageRun:
 
         After a failure, `flush` does not try again for a time that doubles up to `Pauses.longest`.
         """
-        try:
-            action()
-        except Exception as error:
+        error = attempt(action).exception()
+        if error is not None:
             if self._next_try == 0.0:
                 log.warning(
                     "MLflow at %s %s; training continues and metrics are kept on disk.",
