@@ -73,12 +73,13 @@ def _settings_problem(error: ValueError) -> str:
     """
     problems = error.errors() if isinstance(error, ValidationError) else []
     reasons = {str(problem["input"]).lower(): problem["msg"] for problem in problems}
-    lines = [
-        f"{name}: Prefect cannot use the value {shown(value, name)} ({reasons[value.strip().lower()]});"
-        " correct or unset it"
-        for name, value in os.environ.items()
-        if name.startswith("PREFECT_") and value.strip().lower() in reasons
-    ]
+    lines = []
+    for name, value in os.environ.items():
+        reason = reasons.get(value.strip().lower())
+        if name.startswith("PREFECT_") and reason is not None:
+            lines.append(
+                f"{name}: Prefect cannot use the value {shown(value, name)} ({reason}); correct or unset it"
+            )
     if lines:
         return "\n".join(lines)
     fields = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems]

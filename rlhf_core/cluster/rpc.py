@@ -24,6 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 
@@ -519,11 +520,8 @@ class ActorClient:
         An actor that is busy with another call does not answer within 2 seconds and counts as alive.
         """
         answers = settle([actor.call(Actor.usage) for actor in actors], 2.0)
-        return [
-            actor
-            for actor, answer in zip(actors, answers, strict=True)
-            if isinstance(answer, WorkerDied | OutOfMemory)
-        ]
+        is_dead = [isinstance(answer, WorkerDied | OutOfMemory) for answer in answers]
+        return list(compress(actors, is_dead))
 
     def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
         """End the processes of actors, by the names of their participants."""

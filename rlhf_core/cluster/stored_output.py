@@ -73,11 +73,11 @@ class StoredOutput:
         return self._weights_in(self._folder)
 
     def _weights_in(self, folder: Path) -> list[FileEntry]:
-        return [
-            replace(entry, path=path.relative_to(folder).as_posix())
-            for path, entry in self._weights.items()
-            if path.is_relative_to(folder)
-        ]
+        found = []
+        for path, entry in self._weights.items():
+            if path.is_relative_to(folder):
+                found.append(replace(entry, path=path.relative_to(folder).as_posix()))
+        return found
 
     def files_of(self, folder: Path, here: Mapping[str, str]) -> list[FileEntry]:
         """Return the files of `folder` that its readers need.

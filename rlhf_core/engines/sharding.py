@@ -198,10 +198,9 @@ def loading_universal(engine: Any) -> Any:
 
     Afterwards, correct the parameter groups and step counts, which DeepSpeed 0.19 restores wrongly.
     """
-    own_settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in engine.optimizer.param_groups
-    ]
+    own_settings = [dict(group) for group in engine.optimizer.param_groups]
+    for settings in own_settings:
+        del settings["params"]
     engine._config.load_universal_checkpoint = True
     try:
         yield

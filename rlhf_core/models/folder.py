@@ -245,10 +245,11 @@ def read_header(file: Path) -> dict[str, Any]:
     opened: Any
     try:
         with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: {"dtype": part.get_dtype(), "shape": part.get_shape()} for name, part in slices.items()
-            }
+            found = {}
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                found[name] = {"dtype": part.get_dtype(), "shape": part.get_shape()}
+            return found
     except (SafetensorError, OSError) as error:
         raise BadHeader(f"is not safetensors, cut short or damaged ({error})") from error
 

@@ -80,8 +80,9 @@ class Policy(nn.Module):
         if parts <= 1:
             return self._of_labels(hidden_NH, batch.labels_N, temperature, with_entropy)
         # Slices beyond the end are empty, where another rank has more parts.
-        outputs = [
-            checkpoint(
+        outputs = []
+        for part in range(parts):
+            output = checkpoint(
                 self._of_labels,
                 hidden_NH[part * rows : (part + 1) * rows],
                 batch.labels_N[part * rows : (part + 1) * rows],
@@ -91,8 +92,7 @@ class Policy(nn.Module):
                 # The head draws no random numbers.
                 preserve_rng_state=False,
             )
-            for part in range(parts)
-        ]
+            outputs.append(output)
         entropy = torch.cat([output.entropy_N for output in outputs]) if with_entropy else None
         return TokenOutputs(torch.cat([output.logprobs_N for output in outputs]), entropy)
 

@@ -56,10 +56,10 @@ def save_model(lm: Any, folder: Path, weights: WeightStream | None, file_size: s
     split = split_torch_state_dict_into_shards(
         layout, filename_pattern="model{suffix}.safetensors", max_shard_size=file_size
     )
-    files = {
-        file: _SafetensorsFile(folder / file, {name: layout[name] for name in names})
-        for file, names in split.filename_to_tensors.items()
-    }
+    files = {}
+    for file_name, names in split.filename_to_tensors.items():
+        own = {name: layout[name] for name in names}
+        files[file_name] = _SafetensorsFile(folder / file_name, own)
     try:
         for values in weights.groups:
             heartbeat("save the model")

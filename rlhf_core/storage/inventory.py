@@ -144,9 +144,8 @@ def add_unlisted(store: Store, inventory: Inventory, names: Collection[ArtifactN
     asked = set(artifacts)
     named = [*names, *(name for artifact in inventory.artifacts for name in artifact.descends_from)]
     while True:
-        waiting = [
-            name for name in {*named} - asked if _STAGE.fullmatch(name.stage) and _KEY.fullmatch(name.key)
-        ]
+        unknown = {*named} - asked
+        waiting = [name for name in unknown if _STAGE.fullmatch(name.stage) and _KEY.fullmatch(name.key)]
         if not waiting:
             break
         asked.update(waiting)

@@ -295,18 +295,18 @@ class Mlflow:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         tags = [InputTag("mlflow.data.context", context)]
-        entries = [
-            Dataset(
+        inputs = []
+        for entry in datasets:
+            data = Dataset(
                 name=entry.name[:_DATASET_NAME],
                 digest=entry.digest[:_DATASET_DIGEST],
                 source_type=entry.source_type,
                 source=json.dumps(dict(entry.source)),
                 profile=json.dumps(dict(entry.profile)) if entry.profile else None,
             )
-            for entry in datasets
-        ]
-        if entries:
-            self._client.log_inputs(run_id, datasets=[DatasetInput(entry, tags) for entry in entries])
+            inputs.append(DatasetInput(data, tags))
+        if inputs:
+            self._client.log_inputs(run_id, datasets=inputs)
 
     def log_traces(self, run_id: str, rows: Sequence[Mapping[str, Any]]) -> int:
         """Log prompts with answers as traces of a run, see `traces.log_traces`."""
@@ -460,7 +460,10 @@ def clean_name(name: str) -> str:
     MLflow treats names as relative paths. The end of a long name is replaced by a digest of the whole name.
     """
     parts = _NAME.sub("_", name).strip().split("/")
-    cleaned = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in parts)
+    for index, part in enumerate(parts):
+        if part in ("", ".", ".."):
+            parts[index] = "_" * max(1, len(part))
+    cleaned = "/".join(parts)
     if len(cleaned) <= _NAME_LENGTH:
         return cleaned
     digest = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:_DIGEST_LENGTH]

@@ -361,11 +361,11 @@ class StageRun:
 
     def _new_points(self) -> Sequence[Point]:
         state = self._opened()
-        return [
-            Point(key, value, step, state.start + step * MS_PER_STEP)
-            for (key, step), value in self._spool.pending.items()
-            if key not in self._recorded or step > self._recorded[key]
-        ]
+        points = []
+        for (key, step), value in self._spool.pending.items():
+            if key not in self._recorded or step > self._recorded[key]:
+                points.append(Point(key, value, step, state.start + step * MS_PER_STEP))
+        return points
 
     def _opened(self) -> RunState:
         if self._state is None:

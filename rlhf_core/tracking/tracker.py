@@ -351,11 +351,10 @@ class Tracking:
             )
         # A kill after the creation leaves a run without parameters, so they are completed on every opening.
         known = state.params
-        missing = {
-            name: value
-            for name, value in params.items()
-            if value is not None and clean_name(name) not in known
-        }
+        missing = {}
+        for name, value in params.items():
+            if value is not None and clean_name(name) not in known:
+                missing[name] = value
         self.mlflow.log_params(state.run_id, missing)
         return state
 
