@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 5.0
 """The progress artifact moves at most this often."""
+# Then the progress is left out, so that a server that is down does not fill the log.
 _MAX_FAILURES = 3
 
 

@@ -351,6 +351,7 @@ class TrainingEngine:
     def _restore(self, copy: WeightCopy) -> None:
         for group in self._gather_groups():
             kept = [(name, parameter) for name, parameter in group if name in copy]
+            # Under ZeRO-3, DeepSpeed writes back what rank 0 has changed when the context ends.
             with self._gathered([parameter for _, parameter in kept], to_change=True):
                 for name, parameter in kept:
                     parameter.copy_(copy.full(name))

@@ -88,6 +88,7 @@ def _peft_config(lm: Any, lora: LoraConfig) -> Any:
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=list(lora.targets or ()),
+        # PEFT freezes everything else, and a score head has to be trained as a whole.
         modules_to_save=[_HEAD] if hasattr(lm, _HEAD) else None,
         task_type="SEQ_CLS" if hasattr(lm, _HEAD) else "CAUSAL_LM",
     )

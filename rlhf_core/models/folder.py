@@ -193,6 +193,7 @@ class ModelFolder:
         names = set()
         for tensor, entry in self.tensors.items():
             parts = tensor.split(".")
+            # Norms have vectors, and names without a number are outside of the layers.
             if len(entry["shape"]) == 2 and len(parts) > 2 and any(part.isdigit() for part in parts):
                 names.add(parts[-2])
         return names
@@ -238,6 +239,7 @@ def read_header(file: Path) -> dict[str, Any]:
         raise BadHeader(f"cannot be read ({error.strerror})") from error
     if start.startswith(LFS_POINTER):
         raise BadHeader("is a Git LFS pointer, not weights")
+    # A server may answer a download with a page about an error or a login.
     if start.lstrip()[:1] == b"<":
         raise BadHeader("is not safetensors (it looks like HTML)")
     from safetensors import SafetensorError, safe_open

@@ -75,6 +75,7 @@ class Policy(nn.Module):
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
+        # A row of logits has the size of the vocabulary, so that the limit is one of memory.
         rows = max(1, self._head_chunk // self.lm.config.get_text_config().vocab_size)
         parts = self._parts(len(hidden_NH), rows)
         if parts <= 1:

@@ -96,6 +96,7 @@ def unquantized(lm: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         shell = type(lm)(config).to(dtype)
     if hasattr(lm, "generation_config"):
+        # `type(lm)(config)` makes a new one from the configuration, without what the folder had.
         shell.generation_config = lm.generation_config
     return shell
 

@@ -129,6 +129,7 @@ class KeptVersions:
         if not self.pinned:
             yield
             return
+        # Before the body, so that a kill leaves it for the next start.
         write_json(self.file, dict(self.pinned))
         try:
             yield

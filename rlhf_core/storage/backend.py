@@ -123,6 +123,7 @@ class LocalFiles:
     def delete_prefix(self, prefix: str) -> None:
         path = self._root / prefix
         with self._errors("delete", prefix), contextlib.suppress(FileNotFoundError):
+            # As in a bucket, where a prefix can be a key itself.
             if path.is_file():
                 path.unlink()
             else:

@@ -121,6 +121,7 @@ class Inventory:
 def read_inventory(store: Store) -> Inventory:
     """Read what a store has. Nothing is changed, also if something is damaged."""
     names = []
+    # Folders of other programs are passed over: what is not listed here is never deleted.
     for stage in sorted(filter(_STAGE.fullmatch, store.folders(ARTIFACTS))):
         for key in sorted(filter(_KEY.fullmatch, store.folders(f"{ARTIFACTS}/{stage}"))):
             names.append(ArtifactName(stage, key))

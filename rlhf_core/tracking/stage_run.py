@@ -279,6 +279,7 @@ class StageRun:
         """Set tags of the run; the next `flush` sends them."""
         with self._lock:
             self._tags.update(tags)
+            # All tags again: the file of an earlier call, which may be unsent, is replaced.
             self._spool.add_bytes(json.dumps(self._tags).encode(), _TAGS)
 
     def log_file(self, path: Path, folder: str = "") -> None:

@@ -38,6 +38,7 @@ def log_traces(uri: str, experiment_id: str, run_id: str, rows: Sequence[Mapping
         trace_id = f"tr-{_digest(run_id, number, size=32)}"
         [answer, *_] = row["answers"].values()
         start = now - number  # MLflow lists the last one first
+        # The id follows from run and position, so that a row that is sent again replaces itself.
         info = TraceInfo(
             trace_id,
             TraceLocation.from_experiment_id(experiment_id),
