@@ -338,9 +338,9 @@ class ClusterNodes:
         self.output.send(folder, merged(*lacking))
         source = self.output.key_of(folder)
         calls = []
-        for host, files in zip(hosts, lacking, strict=True):
-            if files:
-                calls.append(host.call(NodeAgent.fetch_files, source, files, folder))
+        for host, missing in zip(hosts, lacking, strict=True):
+            if missing:
+                calls.append(host.call(NodeAgent.fetch_files, source, missing, folder))
         if self._has_processes:
             self.output.fetch(folder, own)
         self._wait(calls)
