@@ -37,8 +37,8 @@ from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.store import Store, open_store
+from rlhf_core.system.files import delete_abandoned, held
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
-from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import Home, is_below, make_attempt_folders
 from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef

@@ -15,8 +15,8 @@ from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.executors.base import TEMPLATES
 from rlhf_core.pipeline import STAGES
+from rlhf_core.system.files import shipped
 from rlhf_core.system.machine import machine
-from rlhf_core.system.shipped import shipped
 
 
 def check_executors(config: PipelineConfig) -> Iterator[Finding]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import TEMPLATES, Job, JobState, JobStatus
-from rlhf_core.system.files import read_end
-from rlhf_core.system.shipped import shipped
+from rlhf_core.system.files import read_end, shipped
 
 _COMMAND_SECONDS = 60.0
 _LOG_BYTES = 2**16

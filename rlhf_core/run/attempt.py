@@ -48,8 +48,8 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.files import delete_abandoned, held
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
-from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import make_attempt_folders, output_folder
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags

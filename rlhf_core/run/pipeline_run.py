@@ -39,13 +39,13 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.yaml import dump
 from rlhf_core.data.sources import pinned
 from rlhf_core.errors import BudgetSpent, InputError, RLHFError, StoreError, Superseded
+from rlhf_core.executors.child import NextStage
 from rlhf_core.executors.job_files import delete_jobs
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig
 from rlhf_core.run.display import current_display
 from rlhf_core.run.external_inputs import data_sets, external_digests
-from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.state import describe_unfinished, process_of, read_state
 from rlhf_core.run.summary import (
     headline_metrics,

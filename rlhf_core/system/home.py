@@ -4,7 +4,7 @@ home/
 ├── runs/<run>/              run.json and progress.json (for `rlhf status`), summary.json; tune/ during
 │                            `rlhf tune`, replay/ during `rlhf replay`
 ├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
-├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see held_folders.py
+├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see files.held
 ├── stacks/                  Python stacks of processes that stalled
 ├── references/              versions that references of unfinished runs stand for
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked

@@ -308,12 +308,6 @@ class Mlflow:
         if inputs:
             self._client.log_inputs(run_id, datasets=inputs)
 
-    def log_traces(self, run_id: str, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Log prompts with answers as traces of a run, see `traces.log_traces`."""
-        from rlhf_core.tracking.traces import log_traces
-
-        return log_traces(self.uri, self.experiment_id, run_id, rows)
-
     def system_metrics(self, run_id: str) -> Any:
         """Start MLflow's sampler of CPU, memory and GPU, and return it; `finish()` ends it."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor

@@ -33,7 +33,7 @@ from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
-from rlhf_core.system.held_folders import held
+from rlhf_core.system.files import held
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.testing.store import ScriptedStore
