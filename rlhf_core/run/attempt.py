@@ -97,6 +97,9 @@ def _run_with_fence(
         store.abort_multipart_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
     tracking = open_tracking(spec.config)
+    pipeline = None
+    if spec.pipeline_key:
+        pipeline = spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)
     stage_run = tracking.stage_run(
         spec.parent_run_id,
         spec.stage,
@@ -108,9 +111,7 @@ def _run_with_fence(
             **origin_tags(f"rlhf_core/stages/{spec.stage}.py", versions()),
         },
         inputs={str(name): ref for name, ref in spec.inputs.items()},
-        pipeline=(
-            (spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)) if spec.pipeline_key else None
-        ),
+        pipeline=pipeline,
     )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)

@@ -391,7 +391,9 @@ class PipelineRun:
 
     def _description(self, summary: Mapping[str, Any]) -> str:
         registered = summary.get("registration", {})
-        version = (registered["model"], registered["version"]) if "version" in registered else None
+        version = None
+        if "version" in registered:
+            version = registered["model"], registered["version"]
         refs = {stage: record.ref for stage, record in self.records.items()}
         return f"{run_markdown(summary)}\n\n{self.tracking.links(refs, version)}"
 
