@@ -53,6 +53,7 @@ def isolate_prefect() -> None:
             os.chdir(before)
     from prefect.settings import get_current_settings, sources
 
+    # Settings that are made later would read the files in the working folder of that time.
     sources.TomlConfigSettingsSourceBase._read_files = _nothing  # type: ignore[method-assign]
     sources.FilteredDotEnvSettingsSource._read_env_files = _nothing  # type: ignore[method-assign]
     try:

@@ -111,6 +111,7 @@ class ModelFolder:
             raise ModelError(f"model.path: {index} has no weight_map; fetch it again")
         names = sorted({str(name) for name in shards.values()})
         for name in names:
+            # The index is untrusted: a name could lead out of the folder, or to a pickle.
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ModelError(
                     f"model.path: {index} names {shown(name)}, but each of its shards must be a"

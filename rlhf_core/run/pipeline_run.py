@@ -234,7 +234,8 @@ class PipelineRun:
         for number in range(1, 10_000):
             path = self.logs / f"{stage}-{number:02d}.log"
             try:
-                # Created at once, so that no other process takes the same number.
+                # Created at once, so that no other process takes the same number. For this user only, because
+                # logs can contain training data.
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except FileExistsError:
                 continue

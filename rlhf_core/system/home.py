@@ -66,6 +66,7 @@ def is_below(path: Path, home: Path) -> bool:
     found, home = path.resolve(), home.resolve()
     if home in found.parents:
         return True
+    # Not resolved: only this path has the name of the link.
     own = [each for each in path.absolute().parents if each.name in _MAY_BE_LINKS]
     return any(each.parent.resolve() == home and each.resolve() in found.parents for each in own)
 
