@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from rlhf_cli.app import BEFORE, Config, Overrides, RunHome, app, usage, with_home
 from rlhf_core.errors import InputError
-from rlhf_core.system.shipped import CONFIGS
+from rlhf_core.system.files import CONFIGS
 
 File = Annotated[str | None, Parameter(metavar="FILE")]
 _PAGES = {"ppo": "first-run.md", "grpo": "grpo.md", "dpo": "dpo.md"}

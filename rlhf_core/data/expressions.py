@@ -23,7 +23,7 @@ from typing import Any
 import regex
 
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import launch, python_module
 
 log = logging.getLogger(__name__)
 

@@ -189,7 +189,7 @@ def _batches(
 ) -> Batches:
     """Return the micro-batches of this rank, as many as on every other rank."""
     from rlhf_core.engines.distributed import all_ranks_pack
-    from rlhf_core.models.packing import plan_ranks
+    from rlhf_core.models.batching import plan_ranks
     from rlhf_core.models.scoring import Batches
 
     pack = all_ranks_pack(model, False, rank, "evaluate")

@@ -29,7 +29,7 @@ from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.rpc import Pending, as_argument
 from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.batching import plan_ranks
 from rlhf_core.ppo.fleet.fleet import Fleet, Scattered
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.training.batch import Indices, ObjectArguments, RankShare, RolloutBatch, places_of, reindex

@@ -33,7 +33,7 @@ from rlhf_core.config.rewards import PythonReward, UserFunction
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.check import function_file
 from rlhf_core.rewards.failures import Failure, Outcome, score_with_retries
-from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import launch, python_module
 from rlhf_core.types import RewardInput
 
 START_SECONDS = 120.0

@@ -99,6 +99,7 @@ def registry_of(config: PipelineConfig, field: str = "run.home") -> Mlflow:
     """
     mlflow = open_tracking(config).mlflow
     database = sqlite_path(mlflow.uri)
+    # MLflow would create an empty database there.
     if database is not None and not database.is_file():
         fix = "name the folder of the runs, or set MLFLOW_TRACKING_URI"
         if given_tracking_uri(config) is not None:
@@ -153,6 +154,7 @@ def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | Non
     stage = policy_stage(version.tags)
     folder = _fetch(artifacts, stage, version)
     weights = weights_sha256(folder / "policy")
+    # The store proves that the files are those of the artifact, the tag that these were registered.
     if weights != version.tags.get(WEIGHTS):
         raise CorruptArtifact(
             f"the weights of version {version.version} of {name} have the sha256 {weights}, but"

@@ -38,8 +38,8 @@ from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.statistics import group_of, win_rate
 from rlhf_core.models.adapters import adapter_off, add_adapter
+from rlhf_core.models.batching import plan_ranks
 from rlhf_core.models.check import further_length_problems
-from rlhf_core.models.packing import plan_ranks
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed, epoch_batch
 from rlhf_core.system.failpoints import failpoint

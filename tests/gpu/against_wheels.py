@@ -239,7 +239,7 @@ def check_deepspeed() -> Iterator[str]:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     from rlhf_core.config.training import DeepSpeedConfig as Settings
-    from rlhf_core.engines.deepspeed import deepspeed_config
+    from rlhf_core.engines.sharding import deepspeed_config
 
     count = 0
     for stage, dtype, offload in itertools.product(

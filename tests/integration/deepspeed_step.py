@@ -37,8 +37,7 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.batching import TokenSequence
-from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.batching import TokenSequence, plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
 from rlhf_core.models.scoring import Batches, sequence_logprobs
@@ -166,7 +165,7 @@ def limit_gathered_parameters(live: int, *, prefetched: int, **settings: int) ->
         prefetched: Those of them that are prefetched, at most.
         settings: Others of DeepSpeed's settings of ZeRO.
     """
-    original = deepspeed.deepspeed_config
+    original = sharding.deepspeed_config
 
     def changed(*args: Any, **kwargs: Any) -> dict[str, Any]:
         config = original(*args, **kwargs)
@@ -178,8 +177,8 @@ def limit_gathered_parameters(live: int, *, prefetched: int, **settings: int) ->
         }
         return config
 
-    deepspeed.deepspeed_config = changed
-    sharding.deepspeed_config = changed  # type: ignore[attr-defined]  # imported there
+    sharding.deepspeed_config = changed
+    deepspeed.deepspeed_config = changed  # type: ignore[attr-defined]  # imported there
 
 
 def raise_eps() -> None:

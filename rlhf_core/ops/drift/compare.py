@@ -27,7 +27,7 @@ from rlhf_core.ops.drift.measures import MIN_NEW_ROWS, Drift, from_json
 from rlhf_core.ops.drift.process import DriftRequest
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.system.files import write_atomic
-from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import launch, python_module
 from rlhf_core.tracking.champions import CHAMPION, registry_errors
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef

@@ -16,8 +16,7 @@ from typing import NamedTuple
 from rlhf_core.errors import InputError
 from rlhf_core.ops.publish.card import model_card
 from rlhf_core.run.registered_policies import RegisteredPolicy
-from rlhf_core.system.files import TEMPORARY, write_atomic
-from rlhf_core.system.held_folders import delete_abandoned, held
+from rlhf_core.system.files import TEMPORARY, delete_abandoned, held, write_atomic
 
 _CARD = "README.md"
 _UNFINISHED = f"{TEMPORARY}publish-"

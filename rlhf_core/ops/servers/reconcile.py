@@ -38,8 +38,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from rlhf_core.system.local_http import get, post
 from rlhf_core.system.processes import ProcessId, RecordedProcess, processes_with_env
+from rlhf_core.system.serving import get, post
 
 log = logging.getLogger(__name__)
 

@@ -33,9 +33,16 @@ from rlhf_core.ops.servers.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
 from rlhf_core.run.state import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import HOME_OF_RUNS, Home
-from rlhf_core.system.launch import SAFE_PATH, launch, python_module
-from rlhf_core.system.local_http import post, responds
-from rlhf_core.system.processes import ProcessId, processes_with_env, stop, wait_gone
+from rlhf_core.system.processes import (
+    SAFE_PATH,
+    ProcessId,
+    launch,
+    processes_with_env,
+    python_module,
+    stop,
+    wait_gone,
+)
+from rlhf_core.system.serving import post, responds
 from rlhf_core.tracking.check import tracker_problem
 from rlhf_core.tracking.database import training_page, ui_command
 

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.cluster.rpc import Pending, as_argument
-from rlhf_core.models.packing import estimated_cost, plan_ranks
+from rlhf_core.models.batching import estimated_cost, plan_ranks
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample, Rollout
 
