@@ -188,7 +188,7 @@ def _publish(
         target: A new or empty folder; or hub:OWNER/NAME, a repository that is made private if it is new.
         replace: Delete the files that a repository has.
     """
-    from rlhf_core.ops.publish.publish import publish, publish_to_hub
+    from rlhf_core.ops.publish import publish, publish_to_hub
     from rlhf_core.run.registered_policies import open_policy
 
     opened = open_policy(policy, home, endpoint)

@@ -29,8 +29,7 @@ def _compare(
         html: Also write a page with the curves.
         json: Print everything as JSON.
     """
-    from rlhf_core.ops.compare.compare import compare
-    from rlhf_core.ops.compare.page import render, show
+    from rlhf_core.ops.compare import compare, render, show
     from rlhf_core.system.files import write_atomic
 
     found = compare(runs, home, endpoint)

@@ -59,8 +59,7 @@ def _rescore(
     found = find_run(run, home, endpoint)
     chosen = _numbers(steps)
     os.environ.update(stage_environment(found.config("ppo")))  # read when torch is imported
-    from rlhf_core.ops.rescore.comparison import tables
-    from rlhf_core.ops.rescore.rescore import rescore
+    from rlhf_core.ops.rescore import rescore, tables
 
     rescored = rescore(
         found,

@@ -13,7 +13,7 @@ from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
     from rlhf_core.evaluation.review import Opponent
-    from rlhf_core.ops.review.record import Recorded
+    from rlhf_core.ops.review import Recorded
 
 _OPPONENTS: dict[Opponent, str] = {"sft": "the SFT model", "champion": "the champion"}
 
@@ -43,7 +43,7 @@ def _review(
         against: The other model of the evaluation (default: sft).
         pairs: Pairs on the page of --of sample (default: 50).
     """
-    from rlhf_core.ops.review.record import open_review, record_votes, votes_command
+    from rlhf_core.ops.review import open_review, record_votes, votes_command
 
     if of == "sample" and against is not None:
         raise InputError(
