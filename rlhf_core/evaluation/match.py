@@ -43,8 +43,8 @@ from rlhf_core.evaluation.statistics import (
 )
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
-from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.record.schema import PREFERENCE, REWARD
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.types import ArtifactRef, Nodes, PromptExample, RewardInput, StageContext

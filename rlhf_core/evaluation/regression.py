@@ -26,7 +26,7 @@ from rlhf_core.evaluation.prompts import TrainedPrompts
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.statistics import units
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import source_name
 from rlhf_core.types import RewardInput, StageContext
 

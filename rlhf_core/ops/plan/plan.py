@@ -22,8 +22,7 @@ from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape, count_in_words, known_models, known_shape
 from rlhf_core.ops.data_table import DataTable, data_table, show_counts, show_problems
-from rlhf_core.ops.plan.batches import describe_batches
-from rlhf_core.ops.plan.rows import StageWork, stage_work, why_unread
+from rlhf_core.ops.plan.rows import StageWork, describe_batches, stage_work, why_unread
 from rlhf_core.ops.plan.speed import (
     DECODE_BANDWIDTH,
     LINK,

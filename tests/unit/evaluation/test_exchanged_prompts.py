@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.synthetic import _RAW_STD, gold_reward
-from rlhf_core.evaluation.exchanged_prompts import exchange, exchange_pairs, exchanged_gold
+from rlhf_core.evaluation.scoring import exchange, exchange_pairs, exchanged_gold
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.types import PairExample, RewardInput
 
