@@ -20,7 +20,7 @@ from flows import rounds as rounds_flow
 from flows.notify import notify_failure
 from flows.rounds import Rounds, end_of_rounds, rounds, run_rounds_with
 from rlhf_cli.main import main
-from rlhf_cli.rounds import print_end
+from rlhf_cli.runs import print_end
 from rlhf_core.errors import DataError, RLHFError
 from rlhf_core.evaluation.review import AnswersToPrompt, SampledAnswer
 from rlhf_core.ops.review import open_review, record_votes

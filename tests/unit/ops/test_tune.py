@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rlhf_cli.tune import _table
+from rlhf_cli.before import _table
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InfrastructureError, InputError
