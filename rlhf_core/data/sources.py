@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -388,12 +388,10 @@ def _download(file: str, store: StoreConfig) -> IO[bytes]:
 
     Reading parquet from the bucket would need range requests, which not every S3-compatible server supports.
     """
-    copy = NamedTemporaryFile()  # noqa: SIM115  # the caller closes it, which deletes it
-    try:
+    with ExitStack() as opened:
+        copy = opened.enter_context(NamedTemporaryFile())
         _bucket(store).get_file(file, copy.name)
-    except BaseException:
-        copy.close()
-        raise
+        opened.pop_all()  # the caller closes it, which deletes it
     return cast("IO[bytes]", copy)
 
 
