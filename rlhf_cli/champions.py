@@ -56,7 +56,7 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         found = {}
         for each in names:
             champion, moves = champions(mlflow, each)
-            history = [asdict(move) for move in moves]
+            history = list(map(asdict, moves))
             refused = [refusal._asdict() for refusal in refusals(mlflow, each, moves)]
             found[each] = {
                 "champion": champion and champion.version,
@@ -201,8 +201,7 @@ def _publish(
     if target.startswith(HUB):
         repository = target.removeprefix(HUB)
         written, private = publish_to_hub(opened, repository, replace=replace)
-        if private is not None:
-            written += f" ({'private' if private else 'public: everybody can read it'})"
+        written += {None: "", True: " (private)", False: " (public: everybody can read it)"}[private]
     elif replace:
         raise InputError("--replace: is for hub:OWNER/NAME; got a folder; leave it out")
     else:

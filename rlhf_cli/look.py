@@ -199,7 +199,7 @@ def _numbers(text: str | None) -> list[int] | None:
     try:
         if colon:
             return list(range(int(first), int(last) + 1))
-        return [int(each) for each in text.split(",")]
+        return list(map(int, text.split(",")))
     except ValueError as error:
         raise InputError(f"--steps: must be such as 10:20 or 1,5,9; got {text[:40]!r}; correct it") from error
 

@@ -120,7 +120,7 @@ def _what_next(error: RLHFError) -> str:
 
 def _print_error(text: str) -> None:
     lines = scrubbed(text).split("\n")
-    print("\n".join(printable(line) for line in lines), file=sys.stderr)
+    print("\n".join(map(printable, lines)), file=sys.stderr)
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> NoReturn:

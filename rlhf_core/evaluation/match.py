@@ -155,7 +155,7 @@ def _untrained_prompts(
     unique = {prompt.prompt_id: prompt for prompt in prompts_of_evaluation(config, held_out, untrained)}
     if not unique:
         raise MatchSkipped("no held-out prompt is left that neither policy was trained on")
-    groups = {group_of(prompt) for prompt in unique.values()}
+    groups = set(map(group_of, unique.values()))
     # Before anything is sampled: a match whose outcome is known would spend its level.
     if len(groups) < config.register_.min_prompts:
         left = " that neither policy was trained on" if len(untrained) < len(held_out) else ""

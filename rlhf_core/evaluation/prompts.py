@@ -94,7 +94,7 @@ class TrainedPrompts:
                 ids.update(prompt_id_and_group)
             for example in load_sft(folder, "train"):
                 ids.add(example.group)
-                tokens.update(_digest(prompt) for prompt in sft_prompts(example))
+                tokens.update(map(_digest, sft_prompts(example)))
         return cls(frozenset(ids - {""}), frozenset(tokens))
 
     def __contains__(self, prompt: PromptExample) -> bool:

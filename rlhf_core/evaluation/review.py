@@ -83,7 +83,7 @@ def load_blind_pairs(file: Path, opponent: Opponent, policy: PolicyStage = "ppo"
     """
     content = file.read_bytes()
     try:
-        samples = [json.loads(line) for line in content.decode().splitlines()]
+        samples = list(map(json.loads, content.decode().splitlines()))
     except ValueError as error:
         raise CorruptArtifact(f"{file} cannot be read ({error}); run the evaluation again") from error
     named: str = policy

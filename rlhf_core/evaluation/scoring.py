@@ -203,7 +203,7 @@ def score_as_ppo(
 
 def score_gold(samples: Sequence[RewardInput]) -> list[float]:
     """Return the (n,) true rewards of the synthetic task."""
-    return [gold(sample) for sample in samples]
+    return list(map(gold, samples))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -95,8 +96,8 @@ def bootstrap_mean(
     grouped = by_group(x.tolist(), groups)
     if len(grouped) == 1:
         return Interval(mean, float(x.min()), float(x.max()))
-    sums = np.array([sum(group) for group in grouped])
-    sizes = np.array([len(group) for group in grouped])
+    sums = np.array(list(map(sum, grouped)))
+    sizes = np.array(list(map(len, grouped)))
     rng = np.random.default_rng(seed)
     # In chunks, because all resampled values at once would need resamples x n x 8 bytes. The generator gives
     # the same indices for any chunk size.
@@ -294,7 +295,7 @@ class Comparison:
     @property
     def group_preferences(self) -> list[float]:
         """Mean preference of each group, in the order of the prompts."""
-        return [fmean(group) for group in by_group(self.preferences, self.groups)]
+        return list(map(fmean, by_group(self.preferences, self.groups)))
 
     @property
     def verdicts(self) -> Verdicts:
@@ -388,7 +389,7 @@ def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
 def _n_grams(texts: Sequence[str], n: int) -> list[tuple[str, ...]]:
     grams = []
     for text in texts:
-        words = [unit for piece in text.casefold().split() for unit in word_units(piece)]
+        words = list(chain.from_iterable(map(word_units, text.casefold().split())))
         grams += [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
     return grams
 

@@ -334,7 +334,7 @@ def tables(found: Comparison) -> dict[str, _Table]:
     )
     columns = [f"{name} {letter}" for name in CURVES for letter in letters]
     shown: dict[str, _Table] = {
-        "Runs": (["", "run"], [list(each) for each in zip(letters, found.runs, strict=True)], ""),
+        "Runs": (["", "run"], list(map(list, zip(letters, found.runs, strict=True))), ""),
         "What differs": (["kind", "what", *letters], differing, ""),
         "Results": (["measure", *letters, *(f"{other} - A" for other in letters[1:])], results, paired),
         "PPO": (["step", *columns], curves, found.parted),

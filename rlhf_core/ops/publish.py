@@ -182,11 +182,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         first_base=first_base[0],
         weights=policy.weights,
         left_out=_first(policy).metrics("sft"),
-        artifacts=[
-            (stage, tags[f"rlhf.{stage}.key"], tags[f"rlhf.{stage}.digest"][:16])
-            for stage in STAGES
-            if f"rlhf.{stage}.key" in tags
-        ],
+        artifacts=_artifacts(tags),
         has_adapter=policy.files.adapter is not None,
         sources=sources,
         evaluation=evaluation,
@@ -202,6 +198,15 @@ def model_card(policy: RegisteredPolicy) -> str:
         problems=endless_models(evaluation.get("eos_rate", {}), titles),
     )
     return scrubbed(str(card)) + "\n"
+
+
+def _artifacts(tags: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return stage, key and the beginning of the digest of each artifact behind a version."""
+    found = []
+    for stage in STAGES:
+        if key := tags.get(f"rlhf.{stage}.key"):
+            found.append((stage, key, tags[f"rlhf.{stage}.digest"][:16]))
+    return found
 
 
 def _judge(evaluation: Mapping[str, Any]) -> str:
@@ -280,7 +285,7 @@ def licence_of(card: Path) -> str | None:
         found = (metadata_load(card) or {}).get("license")
     except (ValueError, YAMLError, RecursionError):
         return None
-    names = [str(each) for each in (found if isinstance(found, list) else [found])]
+    names = list(map(str, found if isinstance(found, list) else [found]))
     if found in (None, "", "unknown") or not all(map(_IDENTIFIER.fullmatch, names)):
         return None
     return ", ".join(names) or None

@@ -158,9 +158,7 @@ class StepScorer:
         data = artifacts.fetch(ref)
         self._folder = folder
         self._decode = load_decoder(data).response
-        self.prompts: dict[str, PromptExample] = {
-            prompt.prompt_id: prompt for prompt in load_prompts(data, "train")
-        }
+        self.prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data, "train")}
         self._score_clip = config.ppo.score_clip
         self._model: Scorer | None = None
         self._by_text = False
@@ -193,14 +191,15 @@ class StepScorer:
         columns = ["step", "index", "prompt_id", "response_ids", "finished"]
         rows = read_rollouts(self._folder, columns, {step for step, _ in places})
         numbers = list(zip(rows["step"].to_pylist(), rows["index"].to_pylist(), strict=True))
-        samples = self._samples(rows.take([numbers.index(place) for place in places]))
+        samples = self._samples(rows.take(list(map(numbers.index, places))))
         return [sample.response[:_SHOWN_CHARACTERS] for sample in samples]
 
     def _samples(self, rows: pa.Table) -> list[RewardInput]:
-        return [
-            reward_input(self.prompts[row["prompt_id"]], row["response_ids"], row["finished"], self._decode)
-            for row in rows.to_pylist()
-        ]
+        samples = []
+        for row in rows.to_pylist():
+            prompt = self.prompts[row["prompt_id"]]
+            samples.append(reward_input(prompt, row["response_ids"], row["finished"], self._decode))
+        return samples
 
     def _load_model(self, run: FinishedRun, config: PipelineConfig, model: str | None, data: Path) -> None:
         folder, template = locate(model or run.artifact("reward")[1].uri, run.home, run.endpoint)

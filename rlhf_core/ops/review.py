@@ -19,6 +19,7 @@ import random
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,7 +149,7 @@ class Review:
         return Result(
             voted=voted,
             files=len(files),
-            people=len({person for votes in by_pair.values() for person in votes}),
+            people=len(set(chain.from_iterable(by_pair.values()))),
             votes=sum(map(len, by_pair.values())),
             win_rate=rate,
             judge_agreement=agreement_with_judge(voted),
@@ -316,10 +317,9 @@ def _log(review: Review, run_id: str, result: Result, files: list[Path]) -> None
     mlflow = _tracker(review)
     prefix = f"review/{_SAMPLES[review.opponent].page.replace('-', '_')}"
     # The number of files is the step, so that the last value is that of most files for any clock of a person.
-    points = [
-        Point(f"{prefix}/{name}", value, result.files, result.saved)
-        for name, value in result.metrics().items()
-    ]
+    points = []
+    for name, value in result.metrics().items():
+        points.append(Point(f"{prefix}/{name}", value, result.files, result.saved))
     with registry_errors(mlflow, f"record the votes in the run {run_id}"):
         mlflow.log_points(run_id, points)
         for file in files:
@@ -347,11 +347,12 @@ def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
     folder = artifacts.fetch(ref)
     encoder = load_encoder(review.config, folder)
     tokens = {prompt.prompt_id: prompt.input_ids for prompt in load_prompts(folder, "eval")}
-    return [
-        vote
-        for vote in votes
-        if tokens.get(vote.pair.sample["prompt_id"]) == encoder.prompt([Message("user", vote.pair.prompt)])
-    ]
+
+    def has_one_message(vote: Vote) -> bool:
+        alone = encoder.prompt([Message("user", vote.pair.prompt)])
+        return tokens.get(vote.pair.sample["prompt_id"]) == alone
+
+    return list(filter(has_one_message, votes))
 
 
 def load_sampled_pairs(file: Path) -> list[BlindPair]:

@@ -240,7 +240,9 @@ def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, l
     scores = [evaluation.get(measure, {}) for evaluation in evaluations]
     policy = summaries[0].get("policy", "ppo")
     titles = titles_of(evaluations[0].get("rl_algorithm", "PPO"))
-    columns = {titles[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", policy)}
+    columns = {}
+    for model in ("sft", policy):
+        columns[titles[model]] = [_mean(each.get(model)) for each in scores]
     tables = [evaluation.get("policies", {}).get(policy, {}) for evaluation in evaluations]
     columns["win rate"] = [_mean(table.get("win_rate")) for table in tables]
     return f"{name} on held-out prompts", columns

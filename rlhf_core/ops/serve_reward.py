@@ -95,7 +95,9 @@ def serve_reward(
             micro_batch_tokens=micro_batch_tokens,
         )
         name, number = bound.getsockname()[:2]
-        ready(f"http://{f'[{name}]' if ':' in name else name}:{number}/score")
+        if ":" in name:  # IPv6
+            name = f"[{name}]"
+        ready(f"http://{name}:{number}/score")
         make_server(scorer, token).run(sockets=[bound])
 
 

@@ -279,7 +279,7 @@ def _only(counts: Counter[str], kept: set[str]) -> Counter[str]:
 
 def to_json(drifts: Sequence[Drift]) -> list[dict[str, Any]]:
     """Return plain dicts. `from_json` is the inverse."""
-    return [asdict(drift) for drift in drifts]
+    return list(map(asdict, drifts))
 
 
 def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Drift]:

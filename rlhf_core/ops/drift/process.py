@@ -97,7 +97,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     champion = Path(request.champion_data)
     own = load_pairs(champion, "eval")
     # The tokenizer and the template are the same.
-    known = {_tokens(pair) for pair in (*own, *load_pairs(champion, "train"))}
+    known = set(map(_tokens, (*own, *load_pairs(champion, "train"))))
     new = [index for index, pair in enumerate(pairs) if _tokens(pair) not in known]
     trials = len(set(map(group_of, own)))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 from urllib.parse import urlencode
 
@@ -26,7 +26,7 @@ from tokenizers.decoders import DecodeStream
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.ops.inspect import queries
-from rlhf_core.ops.inspect.rollouts import Filter, Key, Rollouts, Row, whole
+from rlhf_core.ops.inspect.rollouts import Filter, Key, Rollouts, Row, bounded, whole
 
 STYLE = files("rlhf_core.ops.inspect").joinpath("inspect.css").read_text(encoding="utf-8")
 _PAGE = 50
@@ -98,8 +98,8 @@ class Pages:
         before, after = (queries.sample(rollouts, one, _SAMPLE) for one in (early, chosen))
         scores = rollouts.sources
         found = {
-            title: risen(before, after, scores, phrases_of)
-            for title, phrases_of in (("Openings", openings), ("Phrases", n_grams))
+            "Openings": risen(before, after, scores, openings),
+            "Phrases": risen(before, after, scores, n_grams),
         }
         return self._render(
             "phrases", query, found=found, before=before, after=after, scores=scores, early=early, late=chosen
@@ -107,10 +107,8 @@ class Pages:
 
     def scores(self, query: Mapping[str, str]) -> str:
         """Return one score against another."""
-        x, y = (
-            self._column(query.get(axis) or default)
-            for axis, default in zip("xy", self._scores[:2], strict=True)
-        )
+        first, second, *_ = self._scores
+        x, y = self._column(query.get("x") or first), self._column(query.get("y") or second)
         chosen = self._filter(query)
         grid = queries.grid(self.rollouts, chosen, x, y)
         correlation, above, below = queries.parting(self.rollouts, chosen, x, y, _PARTING)
@@ -193,12 +191,9 @@ class Pages:
     def _render(self, page: str, query: Mapping[str, str], **values: Any) -> str:
         def link(to: str, changes: Mapping[str, Any] | None = None) -> str:
             """Return the address of a page with the filter of this one. Changes to None or "" remove."""
-            kept = {
-                name: value
-                for name, value in query.items()
-                if name.startswith(_FILTER) or (to == page and name in ("sort", "order", "x", "y"))
-            }
-            changed = {**kept, **(changes or {})}
+            of_page = ("sort", "order", "x", "y") if to == page else ()
+            kept = [name for name in query if name.startswith(_FILTER) or name in of_page]
+            changed = {**{name: query[name] for name in kept}, **(changes or {})}
             query_of_page = {name: value for name, value in changed.items() if value not in (None, "")}
             return f"{self.root}/{to}?{urlencode(query_of_page)}"
 
@@ -211,11 +206,7 @@ class Pages:
                 rollouts=self.rollouts,
                 runs=self.rollouts.runs,
                 numbers=self.rollouts.numbers,
-                bounded=[
-                    name
-                    for name in self.rollouts.numbers
-                    if query.get(f"min:{name}") or query.get(f"max:{name}")
-                ],
+                bounded=bounded(query, self.rollouts.numbers),
                 page_size=_PAGE,
                 root=self.root,
                 link=link,
@@ -284,10 +275,9 @@ def _chart(rows: Sequence[Row], name: str) -> Chart | None:
         lines[run].append(f"{x:.1f},{y:.1f}")
         texts[place].append(_value(value))
     steps = {row["bin"]: _steps(row) for row in rows}
-    readings = [
-        ((place - first) * part, part, f"{steps[place]}: {', '.join(values)}")
-        for place, values in texts.items()
-    ]
+    readings = []
+    for place, values in texts.items():
+        readings.append(((place - first) * part, part, f"{steps[place]}: {', '.join(values)}"))
     return Chart(low, high, {run: " ".join(places) for run, places in lines.items()}, readings)
 
 
@@ -366,7 +356,7 @@ def risen(
 
 def _shares(found: Sequence[Counter[str]]) -> dict[str, float]:
     """Return the share of the responses with each phrase."""
-    holders = Counter(phrase for counts in found for phrase in counts)
+    holders = Counter(chain.from_iterable(found))
     return {phrase: count / len(found) for phrase, count in holders.items()}
 
 

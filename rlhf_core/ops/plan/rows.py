@@ -128,7 +128,7 @@ def count_rows(config: PipelineConfig, name: SetName, source: Source) -> int:
     if address.kind == "synthetic":
         rows = config.data.synthetic.rows(name)
     else:
-        rows = sum(rows_of_file(file) for file in list_files(address, source.split))
+        rows = sum(map(rows_of_file, list_files(address, source.split)))
     return rows if source.limit is None else min(rows, source.limit)
 
 

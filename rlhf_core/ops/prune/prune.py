@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -218,7 +219,8 @@ class Pruning:
         claims = observe(self._store, keys, clock=self._clock)
         known = self._refreshed(Known(inventory, claims, (), (), (), self._now(), self._age))
         # What a version, run or stage needs, and no listing has.
-        inputs = [ArtifactName.parse(text) for claim in claims.values() for text in claim.inputs]
+        texts = chain.from_iterable(claim.inputs for claim in claims.values())
+        inputs = list(map(ArtifactName.parse, texts))
         inventory = add_unlisted(self._store, inventory, [*known.needed, *known.in_use, *inputs])
         unlisted = {artifact.key for artifact in inventory.artifacts} - keys
         claims |= observe(self._store, unlisted, clock=self._clock)
@@ -227,7 +229,7 @@ class Pruning:
     def _refreshed(self, known: Known) -> Known:
         """Return `known` with what the registry, the runs of this home and the jobs need now."""
         runs = list(self._of_runs())
-        of_runs = [name for _, names in runs for name in names]
+        of_runs = chain.from_iterable(names for _, names in runs)
         in_use = frozenset([*of_runs, *self._of_jobs()])
         started = min((start for start, _ in runs), default=math.inf)
         needed, registered = retained(self._mlflow)
@@ -333,7 +335,7 @@ def artifacts_of(version: ModelVersion) -> Iterator[ArtifactName]:
 def _kept(
     versions: Sequence[ModelVersion], moves: Sequence[Move], aliased: set[str]
 ) -> Iterator[ModelVersion]:
-    in_history = {name for move in moves for name in (move.version, move.previous)}
+    in_history = {move.version for move in moves} | {move.previous for move in moves}
     for version in versions:
         is_foreign = not any(map(_KEY.fullmatch, version.tags))
         was_champion = version.version in in_history
