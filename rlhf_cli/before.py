@@ -77,6 +77,7 @@ def _init(
     out.write_text(text, encoding="utf-8")
     print(text)
     try:
+        # The file is written before it is checked, because the check reads a file as a run does.
         _show(out, (), 1000)
     except InputError:
         out.unlink()  # the next try writes it again

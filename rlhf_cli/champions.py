@@ -280,6 +280,7 @@ def chat(url: str, model: str, key: str | None) -> None:
             raise InputError(f"{url} does not serve {model}; it serves {', '.join(served)}")
         print(f"{printable(model)} at {printable(url)}: {_HELP}", flush=True)
         messages: list[ChatCompletionMessageParam] = []
+        # Only the end of the input is an empty text: an empty line has its line feed.
         while message := _next_message():
             if message == "\n":
                 messages = []

@@ -113,6 +113,7 @@ def _up(
             timezone=timezone,
             if_changed=if_changed,
         )
+        # An option on the command line wins over the file.
         wanted = home or checked.run.home
     elif schedule or timezone or name or param or if_changed or overrides:
         raise InputError("--config: the deployment needs a configuration; name its YAML file")

@@ -336,6 +336,7 @@ def _open(folder: Path, name: str, split: Split, work: Path, make: Callable[...,
         if not mapped.exists():
             with replacing(mapped) as part:
                 _write_columns(folder, name, split, part)
+    # Mapped, so that the ranks of a host share the pages of one file and none of them holds the rows.
     file = pa.ipc.open_file(pa.memory_map(str(mapped)))
     batches = list(map(file.get_batch, range(file.num_record_batches)))
     readers = [list(map(_reader, batch.columns)) for batch in batches]

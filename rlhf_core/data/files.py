@@ -549,6 +549,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     long_rows: list[int] = []
     try:
         names = pq.read_schema(stream).names
+        # A row is a dictionary, which would keep one of two columns with the same name.
         repeated = sorted(name for name in names if names.count(name) > 1)
         if repeated:
             raise DataError(

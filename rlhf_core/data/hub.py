@@ -31,6 +31,7 @@ def resolve_revision(
     warning, because changes on the hub are then not noticed. `seconds` limits the request to the hub.
     """
     name = revision or "main"
+    # A commit never changes, so the hub need not be asked.
     if _COMMIT.fullmatch(name):
         return name
     commit = _ask_hub(repo, kind, name, seconds) or _cached(repo, kind, name)
@@ -49,6 +50,7 @@ def fetch_model(repo: str, revision: str | None) -> None:
     from huggingface_hub import snapshot_download
 
     with _optional(f"model {repo}: not fetched"):
+        # Weights in other formats than safetensors are never loaded.
         snapshot_download(
             repo, revision=revision, allow_patterns=["*.json", "model*.safetensors", "README.md"]
         )

@@ -81,6 +81,7 @@ class HeldOutEvaluation:
         self._fleet.turns.train()
         columns, texts, usage = self._measure(batch)
         scores = columns.get("judge", columns["score"])
+        # Before the first step, the policy is the SFT model.
         if version == 0:
             self._sft_scores = scores
         metrics = {f"eval/{name}": value for name, value in _means(columns).items()}

@@ -95,6 +95,7 @@ class TrainedPrompts:
             for example in load_sft(folder, "train"):
                 ids.add(example.group)
                 tokens.update(map(_digest, sft_prompts(example)))
+        # Earlier versions stored no group with demonstrations, which is read as "".
         return cls(frozenset(ids - {""}), frozenset(tokens))
 
     def __contains__(self, prompt: PromptExample) -> bool:

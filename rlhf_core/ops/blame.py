@@ -128,6 +128,7 @@ def shares_of(values: NDArray[np.float64], before: float) -> NDArray[np.float64]
     [0.8, 0.0, 0.2]
     """
     above = values - before
+    # The mean fell: what is below it is behind the change.
     if above.sum() < 0:
         above = -above
     above = above.clip(0)
@@ -140,6 +141,7 @@ def _of_step(
     """Return the responses with a score that belong to the batch of a step, and the `of` of each."""
     rows = [row for row in recording.rollouts(step).to_pylist() if row["excluded"] != "filtered"]
     values = _values(recording, ppo, rows, step, of)
+    # A response that a failed reward source masks has NaN for its score.
     scored = np.isfinite([row["score"] for row in rows])
     return [row for row, is_scored in zip(rows, scored, strict=True) if is_scored], values[scored]
 

@@ -271,6 +271,7 @@ def _results(runs: Sequence[_Run]) -> list[Row]:
     """Return the results of all runs, those first that are paired and most trustworthy."""
     paired = [_paired(runs[0], other) for other in runs[1:]]
     by_run = [run.results() for run in runs]
+    # The order of `MEASURES` is that of trust.
     names = dict.fromkeys([*MEASURES, *(n for each in paired for n in each), *(n for f in by_run for n in f)])
     rows = []
     for name in names:
@@ -305,6 +306,7 @@ def _mlflow_link(runs: Sequence[FinishedRun]) -> str:
     links = [match for run in runs for text in run.summary["where"].values() if (match := _LINK.match(text))]
     servers = {run.summary.get("tracking_uri") or run.home.path for run in runs}
     ids = [run.summary.get("mlflow_run_id") for run in runs]
+    # One page shows runs of one server only.
     if len(servers) > 1 or None in ids or not links:
         return ""
     experiments = sorted({link[2] for link in links})

@@ -114,6 +114,7 @@ def rescore(
     present = pc.unique(old["step"]).to_pylist()
     if not present:
         raise InputError(f"{folder} has none of these steps; leave --steps out for all")
+    # The parts of a killed command are taken only by one that would make the same.
     identity = [ref.digest, [result_settings(source) for source in rewards], _contents(rewards), model, limit]
     parts = run.file.parent / "rescore" / f"{name}-{json_sha256(identity)[:12]}"
     with ExitStack() as opened:

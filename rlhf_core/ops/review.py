@@ -362,6 +362,7 @@ def load_sampled_pairs(file: Path) -> list[BlindPair]:
     Raises CorruptArtifact.
     """
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    # Seeded by the content: the votes are read with the order that the page had.
     rng = random.Random(derive_seed(0, "review of samples", digest))
     samples = []
     for prompt in read_answers(file):

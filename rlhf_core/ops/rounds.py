@@ -62,6 +62,8 @@ def run_rounds(
         InputError, RLHFError: See `run_pipeline`.
     """
     check_rounds(rounds)
+    # Each round is the first configuration with further overrides, so that no round inherits from another
+    # one.
     tree = config.model_dump(mode="json", by_alias=True)
     summaries: list[dict[str, Any]] = []
     with pinned_rounds(config) as pins:

@@ -102,6 +102,7 @@ class _Search:
             if (checkpoint := self._checkpoint(stage, key)) is not None:
                 return checkpoint
         origins = self._artifacts.origins(stage)
+        # Its origin is listed, but `find` did not take it.
         if any(origin.ref.key == key for origin in origins):
             return Outlook(stage, "runs", ("its artifact is damaged",))
         reasons = []

@@ -72,6 +72,8 @@ def advise(
         solved += part
         if not problems(now, part):
             continue
+        # Settings that train the same model come first, at any price: another precision or an adapter
+        # changes the result.
         candidates = sorted(
             _candidates(now, part, shape, hardware), key=lambda each: (not each.same_training, each.price)
         )

@@ -104,6 +104,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     sources = [prompt.source or "unnamed" for prompt in prompts] * count
     pairs = load_chosen(config, context.data, judge)
     regression_sets = prepare_sets(config, context)
+    # Engines are started once, for all sets.
     config = with_room(config, regression_sets)
     sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
     interval = Intervals(config, prompts, pairs, *regression_sets.values())
@@ -128,6 +129,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         regression = compare_on_sets(config, by_model, "sft", context.sources, interval, record)
         prefer = by_score(score) if language_model is None else language_model.prefer
         over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, prefer, interval)
+        # From here on every answer has all scores, so that models are compared on the same prompts.
         responses, measured = without_masked(responses, measured)
         failpoint("evaluate.measured")
         scored_answers = answers(responses, measured)

@@ -190,6 +190,7 @@ def _request(
     made = run.artifacts.config(before)["data"]
     old, new = run.artifacts.fetch(before), run.artifacts.fetch(data)
     reward = run.artifacts.find_registered("reward", champion.tags)
+    # The reward model reads the tokens of the new data.
     same_tokens = tokenizer_digest(old / "tokenizer") == tokenizer_digest(new / "tokenizer")
     note = ""
     drift = run.config.drift

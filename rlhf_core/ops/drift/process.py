@@ -87,6 +87,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     pairs = load_pairs(data, "eval")
     if not pairs:
         return [Drift("agreement", None, note="there are no held-out pairs")]
+    # Only here, because the other measures need no torch.
     from rlhf_core.engines.distributed import resolve_device
     from rlhf_core.stages.reward import evaluate_saved
     from rlhf_core.stages.training import is_correct
@@ -114,6 +115,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
         )
 
     losses = [loss_on(range(len(pairs)))]
+    # If all pairs are new, this would be the same number again.
     if 0 < len(new) < len(correct):
         losses.append(loss_on(new, len(new)))
     return losses

@@ -253,6 +253,7 @@ def use_auth_string(home: Home, url: str) -> None:
 def down(home: Home) -> str:
     """Stop what `up` started for `home`, flow runs included, and return the text for the user."""
     supervisor = supervisor_of(home)
+    # Counted before they are stopped, for the message.
     runs = flow_processes(home)
     if supervisor is None and not _processes_of(home):
         _remove_addresses(home)
