@@ -139,6 +139,7 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
             "sft.enabled is false and data.preference has no pairs, so that nothing learns from the samples"
             " and a next round would be the same; add pairs, or set sft.enabled=true"
         )
+    # Samples of all earlier rounds: policies forget what only earlier rounds had (Llama 2).
     for number, summary in enumerate(earlier, start=1):
         if config.labels_by_people:
             file = rows_of_votes(config, number, summary)

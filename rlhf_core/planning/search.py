@@ -348,6 +348,7 @@ def _tensor_parallel(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> l
     """Return numbers of devices of an engine: the configured one, and powers of two that divide the heads."""
     if hardware.device.is_cpu:
         return [ppo.engine.tensor_parallel]
+    # An engine is within one host.
     found = _numbers(ppo.engine.tensor_parallel, hardware.per_host)
     return [ways for ways in found if shape.heads % ways == 0]
 

@@ -101,6 +101,7 @@ def finish(
 
     Raises GateFailed if `metrics` are below the limit of the stage.
     """
+    # Every member is a model folder of its own, which later stages load with its tokenizer.
     for folder in member_folders(context.output / "model"):
         shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
     # Before the gate, so that the metrics of a model that is refused can be read.

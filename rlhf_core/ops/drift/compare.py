@@ -120,6 +120,7 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     config = run.config
     if config.drift is None:
         return None
+    # A run that was interrupted after SFT must not be stopped by a later champion.
     if run.artifacts.find("sft", run.spec("sft", {"data": data}).key) is not None:
         log.info("drift: not measured, because the SFT model of these data exists already")
         return None

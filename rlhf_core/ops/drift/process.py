@@ -68,6 +68,7 @@ def main(path: Path) -> None:
     config = config_from_json(request.config)
     data = Path(request.data)
     champion = Path(request.champion_data)
+    # Of both data artifacts only files are read, so that champions of earlier releases can be compared.
     before = statistics(champion)
     drifts = [*compare(before, statistics(data)), *agreement(config, request)]
     drifts += compare_new_rows(before, statistics_of_new_rows(champion, data))

@@ -178,6 +178,7 @@ def make_plan(
     unread = None if rows is None else why_unread(given)
     table = None
     if rows is not None and unread is None:
+        # Most first runs fail at their rows and not at their memory, so these are read first.
         table = data_table(given, rows)
         config = given.with_limits(Limits(*(table.card["limits"][name] for name in Limits._fields)))
     shape = _shape(config, model_config)
