@@ -744,10 +744,10 @@ def _neutral(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message of the same form with neutral texts."""
     neutral = {key: value and _NEUTRAL if key in _NEUTRALISED else value for key, value in message.items()}
     if "tool_calls" in message:
-        neutral["tool_calls"] = []
+        calls = []
         for call in message["tool_calls"]:
-            function = {**call["function"], "arguments": _without_texts(call)}
-            neutral["tool_calls"].append({**call, "function": function})
+            calls.append({**call, "function": {**call["function"], "arguments": _without_texts(call)}})
+        neutral["tool_calls"] = calls
     return neutral
 
 
