@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flows.rounds import Rounds
     from rlhf_core.config import PipelineConfig
     from rlhf_core.evaluation.review import Opponent
-    from rlhf_core.ops.prune.prune import Plan
+    from rlhf_core.ops.prune import Plan
     from rlhf_core.ops.review import Recorded
 
 log = logging.getLogger(__name__)
@@ -243,7 +243,7 @@ def _prune(
     """
     from rich.console import Console
 
-    from rlhf_core.ops.prune.prune import Pruning, describe_folder, parse_age
+    from rlhf_core.ops.prune import Pruning, describe_folder, parse_age
     from rlhf_core.storage.bundles import readable_size
 
     age = parse_age(older_than)
@@ -293,7 +293,7 @@ def _table_of_deleted(plan: Plan) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from rlhf_core.ops.prune.prune import DAY
+    from rlhf_core.ops.prune import DAY
     from rlhf_core.storage.bundles import readable_size
 
     table = Table(title="to be deleted")

@@ -36,7 +36,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import InputError, Superseded
 from rlhf_core.executors.job_files import JobFiles
-from rlhf_core.ops.prune.retention import (
+from rlhf_core.ops.retention import (
     UNFINISHED_SECONDS,
     CachedCopy,
     Item,
