@@ -94,9 +94,9 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
         if source.labelled_by is not None:
             row |= {"labelled_by": source.labelled_by, "name": names[name][index]}
         rows.append(row)
-    for name in ("model", "data.chat_template"):
-        if name in digests:
-            rows.append({"field": name, "path": "", "digest": digests[name]})
+    for field in ("model", "data.chat_template"):
+        if field in digests:
+            rows.append({"field": field, "path": "", "digest": digests[field]})
     return rows
 
 

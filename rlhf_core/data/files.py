@@ -89,7 +89,7 @@ class BadRow:
 def suffix_of(name: str) -> str | None:
     """Return the supported suffix of a file name, or None."""
     lower = name.lower()
-    for suffix in sorted(DATA_SUFFIXES, key=len, reverse=True):
+    for suffix in DATA_SUFFIXES:  # none is the end of another one
         if lower.endswith(suffix):
             return suffix
     return None

@@ -69,13 +69,14 @@ def _ask_hub(repo: str, kind: str, name: str, seconds: float) -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return None
+    commit: str | None = None
     with _optional(f"{kind} {repo}: the hub did not answer"):
         info = within(
             seconds,
             lambda: HfApi().repo_info(repo, repo_type=kind, revision=name, timeout=_SECONDS),
         )
-        return info.sha
-    return None
+        commit = info.sha
+    return commit
 
 
 @contextmanager

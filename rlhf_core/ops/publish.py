@@ -202,7 +202,7 @@ def model_card(policy: RegisteredPolicy) -> str:
 
 def _artifacts(tags: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return stage, key and the beginning of the digest of each artifact behind a version."""
-    found = []
+    found: list[tuple[str, str, str]] = []
     for stage in STAGES:
         if key := tags.get(f"rlhf.{stage}.key"):
             found.append((stage, key, tags[f"rlhf.{stage}.digest"][:16]))
