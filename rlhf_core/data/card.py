@@ -94,9 +94,9 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
         if source.labelled_by is not None:
             row |= {"labelled_by": source.labelled_by, "name": names[name][index]}
         rows.append(row)
-    for field in ("model", "data.chat_template"):
-        if field in digests:
-            rows.append({"field": field, "path": "", "digest": digests[field]})
+    for field, digest in digests.items():
+        if field in ("model", "data.chat_template"):
+            rows.append({"field": field, "path": "", "digest": digest})
     return rows
 
 

@@ -76,7 +76,7 @@ def _ask_hub(repo: str, kind: str, name: str, seconds: float) -> str | None:
             lambda: HfApi().repo_info(repo, repo_type=kind, revision=name, timeout=_SECONDS),
         )
         commit = info.sha
-    return commit
+    return commit  # noqa: RET504 an error may have left the block before
 
 
 @contextmanager
