@@ -107,6 +107,7 @@ def bootstrap_mean(
         indices = rng.integers(0, sums.size, (min(rows, resamples - done), sums.size))
         chunks.append(sums[indices].sum(axis=1) / sizes[indices].sum(axis=1))
     low, high = np.quantile(np.concatenate(chunks), [(1 - confidence) / 2, (1 + confidence) / 2])
+    # The bootstrap takes no account of how few groups there are: they have fewer degrees of freedom.
     if sums.size < x.size:
         wider = widening(x.size, sums.size, confidence)
         low = max(mean - (mean - low) * wider, x.min())
@@ -380,6 +381,7 @@ def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
     size, as in MATTR (Covington and McFall 2010). It is 0 if a group has no n-grams.
     """
     grams = {name: _n_grams(texts, n) for name, texts in groups.items()}
+    # The ratio falls with the length, so all models are measured on as many n-grams.
     size = min(map(len, grams.values()))
     if size == 0:
         return dict.fromkeys(grams, 0.0)

@@ -127,6 +127,7 @@ def _samples(prepared: Prepared, sets: Sequence[SetName]) -> dict[SetName, list[
         rows = prepared.splits[name]["train"]
         if not rows:
             continue
+        # Sets can share prompts, and the same sample twice shows less.
         item = next((each for each in rows if each.key not in shown), rows[0])
         shown.add(item.key)
         samples[name] = _views(item.example, prepared.encoder.tokenizer)

@@ -156,6 +156,7 @@ def _data(given: Given, seen: _Seen) -> Iterator[str]:
     yield "data:"
     if _leaves_tools_out(given, seen):
         yield f"  chat_template: {TOOLS_TEMPLATE}    # the rows have tools, which the model's own leaves out"
+    # Of a model on the hub nothing is known before it is fetched.
     elif exists(given.model) and not ModelFolder(given.model).has_chat_template:
         yield "  template: plain    # the tokenizer has no chat template"
     if seen.thoughts:

@@ -148,6 +148,7 @@ class RemoteService:
         size = self._source.items_per_request
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         with request_threads(self._source.concurrency * len(self._source.urls)) as threads:
+            # `map` keeps the order of the parts, whichever answer comes first.
             return Outcome.joined(list(threads.map(self._score, parts)))
 
     def close(self) -> None:
