@@ -189,6 +189,7 @@ class Pruning:
         allowed = {item.subject for item in plan.deleted}
         for item in plan.deleted:
             subject = item.subject
+            # A deletion can take hours, in which a version can become champion.
             if self._clock.monotonic() - self._refreshed_at > _FRESH_SECONDS:
                 known = self._refreshed(known)
                 allowed = {each.subject for each in decide(known) if each.reason is None}
@@ -248,6 +249,7 @@ class Pruning:
             alive = process.alive()
             names = [ArtifactName(stage, str(each.get("key"))) for stage, each in state["stages"].items()]
             if alive:
+                # The start of a process is in seconds since the boot of this host.
                 yield self._now() - (seconds_since_boot() - process.started), names
             # It is on another host, or that host has gone. Its start is not known.
             elif alive is None and state["updated"] > self._now() - UNFINISHED_SECONDS:
@@ -257,6 +259,7 @@ class Pruning:
         """Yield the artifacts that jobs read, of which some may wait in a queue."""
         for key in self._store.folders("jobs"):
             job = JobFiles.newest(self._store, key)
+            # A job of another release, or one that is being written, names nothing that can be read.
             with suppress(ValueError, KeyError, TypeError, AttributeError):
                 content = json.loads(self._store.read_bytes(f"{job.folder}/spec.json") or b"") if job else {}
                 if content["time"] > self._now() - max(self._age, UNFINISHED_SECONDS):
@@ -268,6 +271,7 @@ class Pruning:
         """Return the stage key of each bundle in the outbox, by its prefix."""
         if self._outbox is None:
             return {}
+        # A prefix is artifacts/STAGE/KEY or checkpoints/KEY/STEP.
         keys = {prefix: prefix.split("/")[2] for prefix in self._outbox.pending(ARTIFACTS)}
         return keys | {prefix: prefix.split("/")[1] for prefix in self._outbox.pending(CHECKPOINTS)}
 

@@ -154,6 +154,7 @@ def statistics_of_new_rows(champion: Path, folder: Path) -> DataStatistics:
 
     for name, (file, columns) in _TEXTS.items():
         known: set[bytes] = set()
+        # A row that the champion held out is not new either.
         for split in ("train", "eval"):
             rows = read_evenly(champion, file, split, tuple(columns), None)
             known.update(digest(row, decode_old) for row in rows)
