@@ -127,11 +127,14 @@ def compare(names: Sequence[str], home: str, endpoint: str | None = None) -> Com
         raise InputError(f"rlhf compare needs at least two runs; got {len(names)}; name another one")
     runs = [_Run(find_run(name, home, endpoint)) for name in names]
     facts = [_facts(run.finished) for run in runs]
-    by_kind = {kind: differing(*(each[kind] for each in facts)) for kind in facts[0]}
+    found: dict[str, list[Row]] = {}
+    for kind in facts[0]:
+        if rows := differing(*(each[kind] for each in facts)):
+            found[kind] = [Row(*each) for each in rows.items()]
     steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
     return Comparison(
         tuple(run.name for run in runs),
-        {kind: [Row(*each) for each in rows.items()] for kind, rows in by_kind.items() if rows},
+        found,
         _results(runs),
         int(runs[0].evaluation.get("prompts", 0)),
         [(step, _values(runs, step)) for step in _spaced(steps)],

@@ -285,4 +285,8 @@ def to_json(drifts: Sequence[Drift]) -> list[dict[str, Any]]:
 
 def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Drift]:
     """Return the records that `to_json` has written."""
-    return [Drift(**{**row, "changes": tuple(Change(**each) for each in row["changes"])}) for row in rows]
+    drifts = []
+    for row in rows:
+        changes = tuple(Change(**each) for each in row["changes"])
+        drifts.append(Drift(**{**row, "changes": changes}))
+    return drifts
