@@ -200,6 +200,7 @@ def _load_champion(
         # By the settings of its own run, which decide whether its adapter is loaded separately.
         files = files_made_with(made, trained_by, folder, lambda: registered.fetch("sft"))
         own_judge = tags.get("eval.judge", "")
+        # Versions of earlier releases have no tag with their judge.
         stage = scoring.MODEL_STAGES.get(own_judge or judge)
         reward = None
         if stage is not None and not _is_own_model(context, tags, stage, judge):
