@@ -97,9 +97,8 @@ def _load(manager: Any, settings: BenchmarkConfig) -> dict[str, Any]:
     """Return `tasks`, `groups` and the names in each group (`group_map`). Raises ConfigError."""
     for name in settings.tasks:
         if name not in manager.task_index:
-            fix = "`lm_eval ls tasks` lists them"
-            if near := difflib.get_close_matches(name, manager.all_tasks):
-                fix = f"use {' or '.join(near)}"
+            near = " or ".join(difflib.get_close_matches(name, manager.all_tasks))
+            fix = f"use {near}" if near else "`lm_eval ls tasks` lists them"
             raise ConfigError(
                 f"benchmark.tasks: {name} is no task of lm_eval {version('lm_eval')} or of benchmark.folder;"
                 f" {fix}"
@@ -255,11 +254,9 @@ def _require_unchanged(config: PipelineConfig, context: StageContext) -> None:
 
 
 def _found(ref: ArtifactRef) -> dict[str, Any]:
-    found = {}
-    for name, value in ref.metrics.items():
-        if not name.endswith(_ERROR):
-            found[name] = {"value": value, "standard_error": ref.metrics.get(name + _ERROR)}
-    return found
+    metrics = ref.metrics
+    names = [name for name in metrics if not name.endswith(_ERROR)]
+    return {name: {"value": metrics[name], "standard_error": metrics.get(name + _ERROR)} for name in names}
 
 
 def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -380,7 +380,8 @@ def write_evaluation(
     images: list[Plot] = []
     figures = [_distribution(measured, titles)]
     if "ppo" in context.inputs:
-        figures = [*_figures(_history(context), figures[0]), *evaluation_figures(config, context)]
+        history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
+        figures = [*_figures(history, figures[0]), *evaluation_figures(config, context)]
     for name, title, caption, figure in figures:
         (out / "figures" / f"{name}.png").write_bytes(plots.to_png(figure))
         context.metrics.log_figure(name, figure)
@@ -391,11 +392,6 @@ def write_evaluation(
     context.metrics.log_answers(samples.answered)
     context.metrics.log_file(out / "report.html")
     context.metrics.flush()
-
-
-def _history(context: StageContext) -> plots.StepMetrics:
-    """Return the metrics of the steps of PPO."""
-    return plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
 
 
 def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFigure:
