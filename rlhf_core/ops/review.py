@@ -34,22 +34,20 @@ from rlhf_core.errors import InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.evaluation.review import (
     ANSWERS,
-    MAX_BYTES,
     BlindPair,
     Opponent,
     SampledAnswer,
     Vote,
-    VoteFile,
     blind_pairs,
     groups,
     load_blind_pairs,
     page_digest,
-    parse_votes,
     read_answers,
     read_votes,
     votes_by_pair,
 )
 from rlhf_core.evaluation.statistics import Interval, win_rate
+from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
 from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed

@@ -25,16 +25,10 @@ from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
 from rlhf_core.evaluation.measures import results_of, titles_of
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
-from rlhf_core.evaluation.review import (
-    Opponent,
-    load_blind_pairs,
-    newest_files,
-    page_digest,
-    read_vote_files,
-    win_rate_by_people,
-)
+from rlhf_core.evaluation.review import Opponent, load_blind_pairs, page_digest, win_rate_by_people
 from rlhf_core.evaluation.scoring import MODEL_STAGES
 from rlhf_core.evaluation.summary import policy_metrics
+from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.pipeline import STAGES
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.storage.bundles import weights_sha256

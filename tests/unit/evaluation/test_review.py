@@ -27,20 +27,16 @@ import pytest
 from rlhf_core.data.formats import normalise
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.review import (
-    FORMAT,
     BlindPair,
     Vote,
-    VoteFile,
     blind_pairs,
     load_blind_pairs,
-    newest_files,
     page_digest,
-    parse_votes,
     read_votes,
-    voters,
     win_rate_by_people,
 )
 from rlhf_core.evaluation.statistics import wilson, win_rate
+from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, parse_votes, voters
 from rlhf_core.ops.review import agreement_of_people, agreement_with_judge, preference_rows, render_page
 from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE

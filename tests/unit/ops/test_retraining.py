@@ -25,7 +25,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import is_enabled
 from rlhf_core.data import sources
 from rlhf_core.data.sources import count_rows, source_marks
-from rlhf_core.evaluation.review import FORMAT
+from rlhf_core.evaluation.votes import FORMAT
 from rlhf_core.ops.retraining import Retraining, finished_registration
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.run.pipeline_run import PipelineRun

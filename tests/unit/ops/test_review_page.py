@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.evaluation.review import blind_pairs, newest_files, parse_votes, read_votes
+from rlhf_core.evaluation.review import blind_pairs, read_votes
+from rlhf_core.evaluation.votes import newest_files, parse_votes
 from rlhf_core.ops.review import render_page
 
 PAIRS = blind_pairs(
