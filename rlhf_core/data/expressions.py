@@ -189,7 +189,10 @@ def _same_relation(left: Any, right: Any) -> bool:
     """
     from sympy import Eq, Ge, Gt, Ne, simplify
 
-    left, right = (each.reversed if isinstance(each, Gt | Ge) else each for each in (left, right))
+    if isinstance(left, Gt | Ge):
+        left = left.reversed
+    if isinstance(right, Gt | Ge):
+        right = right.reversed
     ratio = simplify((left.lhs - left.rhs) / (right.lhs - right.rhs))
     if type(left) is not type(right) or not ratio.is_number:
         return False

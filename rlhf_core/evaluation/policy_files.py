@@ -134,6 +134,7 @@ def _settings(default: _S, section: Mapping[str, Any], kinds: Mapping[str, type[
 
 def _of_any_release(kind: type[Section], values: Mapping[str, Any]) -> Section:
     """Return a section without the fields that this release does not have any more."""
+    # A champion can be older than the removal of a field.
     # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
     return kind.model_validate_json(json.dumps(values), extra="ignore")
 

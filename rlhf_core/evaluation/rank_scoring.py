@@ -171,6 +171,7 @@ def logprobs_of_rank(
 
 
 def _distribution(rank: Rank, trained: DeepSpeedConfig, dtype: str) -> DeepSpeedConfig:
+    # Other stages shard what only training has: gradients and the optimizer.
     stage = 3 if trained.zero_stage == 3 and rank.world_size > 1 else 0
     return DeepSpeedConfig.model_validate({"ranks": rank.world_size, "zero_stage": stage, "dtype": dtype})
 

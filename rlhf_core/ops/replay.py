@@ -147,6 +147,7 @@ def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> Path:
         {
             "run.home": str(run.home.path),  # with the replies of language models
             "record": RecordConfig(level="all", max_bytes=10**15),
+            # From here on: what costs time or ends a run, and changes no step.
             "ppo.evaluate_every": 0,
             "ppo.publish": "last",
             "ppo.stop_patience": None,
@@ -154,6 +155,7 @@ def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> Path:
             "ppo.checkpoint_every": _NEVER * config.ppo.sync_every,
         }
     )
+    # What an interrupted replay left there would be part of this one.
     for name in ("output", "scratch"):
         shutil.rmtree(folder / name, ignore_errors=True)
     stop = StopRequest()

@@ -114,14 +114,14 @@ class PythonFunction:
         if self._process is None:
             self._start()
         try:
-            reply = self._exchange({"samples": [asdict(sample) for sample in samples]}, self._source.timeout)
+            reply = self._exchange({"samples": list(map(asdict, samples))}, self._source.timeout)
             if "error" in reply:
                 raise Failure(str(reply["error"]))
         except Failure as failure:
             # Parts of a group would get other values.
             failure.searchable &= not self._source.needs_group
             raise
-        return Outcome.of([float(value) for value in reply["values"]])
+        return Outcome.of(list(map(float, reply["values"])))
 
     def _start(self) -> None:
         """Start the process and load the function there. Raises ConfigError if it cannot be loaded."""

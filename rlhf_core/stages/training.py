@@ -490,6 +490,7 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName, work: P
             f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"
             f" {stage}; add pairs, or leave reward.judge out"
         )
+    # By their index: a list of the pairs would be a copy in every process.
     return Rows(len(chosen), lambda index: pairs[chosen[index]])
 
 

@@ -114,6 +114,7 @@ def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> 
     times = [group_time(config, shape, group, hardware) for group in groups]
     return StepTime(
         sampling_time(config, shape, hardware, math.ceil(config.ppo.rollout_batch_size / engines)),
+        # Groups compute at the same time: the slowest one counts.
         max(scoring for scoring, _ in times),
         max(training for _, training in times),
         sync_time(config, shape, hardware) + _turn_time(config, shape, groups[0]),

@@ -32,7 +32,7 @@ from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.evaluation.summary import Intervals, interval_metrics
 from rlhf_core.pipeline import STAGES
 from rlhf_core.preflight import check
-from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.testing import stage_context
 from rlhf_core.types import PromptExample, RewardInput, SFTExample, StageContext

@@ -49,11 +49,10 @@ from rlhf_core.config.pipeline import RecordConfig, RecordLevel
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import newest_run
-from rlhf_core.ops.inspect.pages import Pages
+from rlhf_core.ops.inspect.pages import Pages, tokens_of
 from rlhf_core.ops.inspect.queries import grid, lowest, pairs, parting, steps
 from rlhf_core.ops.inspect.rollouts import Filter, Key, RecordedRun, Rollouts
 from rlhf_core.ops.inspect.server import export, make_app
-from rlhf_core.ops.inspect.tokens import tokens_of
 from rlhf_core.record.schema import schema_of
 from rlhf_core.record.writer import RecordWriter
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance

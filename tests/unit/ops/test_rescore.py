@@ -32,8 +32,7 @@ from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.ops.finished_run import FinishedRun, find_run
-from rlhf_core.ops.rescore.comparison import compare, parting_step, tables
-from rlhf_core.ops.rescore.rescore import rescore
+from rlhf_core.ops.rescore import compare, parting_step, rescore, tables
 from rlhf_core.record.annotations import annotations_of
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.record.schema import schema_of

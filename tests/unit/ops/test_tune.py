@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rlhf_cli.tune import _table
+from rlhf_cli.before import _table
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Limits
 from rlhf_core.config.keys import stage_inputs

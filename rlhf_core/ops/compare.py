@@ -15,16 +15,19 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import yaml
+from jinja2 import ChoiceLoader, PackageLoader
 
 from rlhf_core.config.keys import leaves
+from rlhf_core.config.redact import printable
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES
-from rlhf_core.evaluation.plots import StepMetrics, read_step_metrics
+from rlhf_core.evaluation.plots import StepMetrics, compared_curves, read_step_metrics, to_image
+from rlhf_core.evaluation.report import Plot, environment
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.ops.first_difference import Recording, differing, first_difference
@@ -34,12 +37,17 @@ from rlhf_core.record.schema import REWARD
 from rlhf_core.run.summary import policy_of
 from rlhf_core.system.files import read_json
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 CURVES = {"score": "objective/scores", "KL": "objective/kl", "length": "rollout/length"}
 """Metrics of the steps of PPO by the names that are shown."""
 _SHOWN_STEPS = 10
 _VERDICTS = 2
 """Measures in the first line."""
 _LINK = re.compile(r"(https?://.+)/#/experiments/(\d+)/")
+_Table = tuple[list[str], list[list[str]], str]
+"""Headings, rows and a sentence below."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +127,14 @@ def compare(names: Sequence[str], home: str, endpoint: str | None = None) -> Com
         raise InputError(f"rlhf compare needs at least two runs; got {len(names)}; name another one")
     runs = [_Run(find_run(name, home, endpoint)) for name in names]
     facts = [_facts(run.finished) for run in runs]
-    by_kind = {kind: differing(*(each[kind] for each in facts)) for kind in facts[0]}
+    found: dict[str, list[Row]] = {}
+    for kind in facts[0]:
+        if rows := differing(*(each[kind] for each in facts)):
+            found[kind] = [Row(*each) for each in rows.items()]
     steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
     return Comparison(
         tuple(run.name for run in runs),
-        {kind: [Row(*each) for each in rows.items()] for kind, rows in by_kind.items() if rows},
+        found,
         _results(runs),
         int(runs[0].evaluation.get("prompts", 0)),
         [(step, _values(runs, step)) for step in _spaced(steps)],
@@ -263,6 +274,7 @@ def _results(runs: Sequence[_Run]) -> list[Row]:
     """Return the results of all runs, those first that are paired and most trustworthy."""
     paired = [_paired(runs[0], other) for other in runs[1:]]
     by_run = [run.results() for run in runs]
+    # The order of `MEASURES` is that of trust.
     names = dict.fromkeys([*MEASURES, *(n for each in paired for n in each), *(n for f in by_run for n in f)])
     rows = []
     for name in names:
@@ -297,6 +309,7 @@ def _mlflow_link(runs: Sequence[FinishedRun]) -> str:
     links = [match for run in runs for text in run.summary["where"].values() if (match := _LINK.match(text))]
     servers = {run.summary.get("tracking_uri") or run.home.path for run in runs}
     ids = [run.summary.get("mlflow_run_id") for run in runs]
+    # One page shows runs of one server only.
     if len(servers) > 1 or None in ids or not links:
         return ""
     experiments = sorted({link[2] for link in links})
@@ -304,3 +317,75 @@ def _mlflow_link(runs: Sequence[FinishedRun]) -> str:
     command = runs[0].summary["where"].get("MLflow", "")
     running = "" if command.startswith("http") else f" while this runs: {command}"
     return "{}/#/compare-runs?runs={}&experiments={}{}".format(links[0][1], *lists, running)
+
+
+def tables(found: Comparison) -> dict[str, _Table]:
+    """Return what is shown, in words, by the title of the table. A run has a letter."""
+    letters = [chr(ord("A") + number) for number in range(len(found.runs))]
+    differing = []
+    for kind, rows in found.differing.items():
+        differing += [[kind, row.what, *map(_in_words, row.values)] for row in rows]
+    results = []
+    for row in found.results:
+        minus = ["-" if each is None else f"{signed(each)} on {each['prompts']}" for each in row.differences]
+        results.append([row.what, *map(_in_words, row.values), *minus])
+    curves = []
+    for step, values in found.curves:
+        cells = [each for of_runs in values.values() for each in of_runs]
+        curves.append([str(step), *("-" if each is None else f"{each:.3g}" for each in cells)])
+    paired = (
+        f"Differences are paired by prompt. They are of those of the {found.held_out} held-out prompts of A"
+        " that both runs answered and whose scores both have kept."
+    )
+    columns = [f"{name} {letter}" for name in CURVES for letter in letters]
+    shown: dict[str, _Table] = {
+        "Runs": (["", "run"], list(map(list, zip(letters, found.runs, strict=True))), ""),
+        "What differs": (["kind", "what", *letters], differing, ""),
+        "Results": (["measure", *letters, *(f"{other} - A" for other in letters[1:])], results, paired),
+        "PPO": (["step", *columns], curves, found.parted),
+    }
+    return {title: table for title, table in shown.items() if table[1]}
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 50 else f"{text[:12]}..."
+
+
+def show(found: Comparison, console: Console) -> None:
+    """Print the verdict, what differs, the results and the curves."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    def say(line: str) -> None:
+        console.print(Text(printable(line)), soft_wrap=True)
+
+    say(found.verdict)
+    for title, (headings, rows, note) in tables(found).items():
+        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+        for heading in headings:
+            table.add_column(heading, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        console.print(table)
+        if note:
+            say(note)
+    if found.mlflow:
+        say(f"MLflow: {found.mlflow}")
+
+
+def render(found: Comparison) -> str:
+    """Return the comparison as one HTML document without scripts."""
+    packages = ("rlhf_core.ops", "rlhf_core.evaluation")
+    loader = ChoiceLoader([PackageLoader(package, package_path="") for package in packages])
+    plots = []
+    if found.curves:
+        image = to_image(compared_curves(found.histories, CURVES))
+        plots.append(Plot("Steps of PPO", found.parted, image))
+    page = environment().overlay(loader=loader).get_template("compare.html.j2")
+    return page.render(found=found, tables=tables(found), plots=plots).strip() + "\n"
