@@ -39,6 +39,7 @@ def create_mlflow_app() -> Any:
 def create_app() -> Any:
     """Create Prefect's application from the settings in the environment."""
     prefect = _prefect()
+    # First, because the route of the UI takes every path that is left.
     prefect.router.routes.insert(0, Route(LOGIN_PATH, _login_page))
     return OwnAddressOnly(prefect)
 

@@ -50,11 +50,13 @@ def update(
         deployment = client.read_deployment_by_name(name)
     except ObjectNotFound:
         return None
+    # Apart from the form and before it: the code is that of this release also if the form is refused.
     code = DeploymentUpdate(entrypoint=entry["entrypoint"], pull_steps=_pull_steps(entry))
     client.update_deployment(deployment.id, code)
     try:
         client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=_form(flow)))
     except PrefectHTTPStatusError as error:
+        # 409: the parameters of the deployment do not fit the form.
         if error.response.status_code != 409:
             raise
         # Without a server, nobody could correct them.

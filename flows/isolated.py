@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import InputError
-from rlhf_core.system.local_http import basic_auth
+from rlhf_core.system.serving import basic_auth
 
 EMBEDDED = "RLHF_EMBEDDED_PREFECT"
 """Set in the environment if the server ends with this command. Links to its UI would not work later."""
@@ -53,6 +53,7 @@ def isolate_prefect() -> None:
             os.chdir(before)
     from prefect.settings import get_current_settings, sources
 
+    # Settings that are made later would read the files in the working folder of that time.
     sources.TomlConfigSettingsSourceBase._read_files = _nothing  # type: ignore[method-assign]
     sources.FilteredDotEnvSettingsSource._read_env_files = _nothing  # type: ignore[method-assign]
     try:
@@ -73,12 +74,13 @@ def _settings_problem(error: ValueError) -> str:
     """
     problems = error.errors() if isinstance(error, ValidationError) else []
     reasons = {str(problem["input"]).lower(): problem["msg"] for problem in problems}
-    lines = [
-        f"{name}: Prefect cannot use the value {shown(value, name)} ({reasons[value.strip().lower()]});"
-        " correct or unset it"
-        for name, value in os.environ.items()
-        if name.startswith("PREFECT_") and value.strip().lower() in reasons
-    ]
+    lines = []
+    for name, value in os.environ.items():
+        reason = reasons.get(value.strip().lower())
+        if name.startswith("PREFECT_") and reason is not None:
+            lines.append(
+                f"{name}: Prefect cannot use the value {shown(value, name)} ({reason}); correct or unset it"
+            )
     if lines:
         return "\n".join(lines)
     fields = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems]

@@ -20,7 +20,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 from prefect import Flow
@@ -37,32 +38,40 @@ log = logging.getLogger(__name__)
 VARIABLE = "RLHF_NOTIFY"
 
 
+@contextmanager
+def view_only(failed: str, *, secret: bool = False) -> Iterator[None]:
+    """Log an error of the body, of whatever library, after the text `failed`: what people see fails no run.
+
+    With `secret` only its type is logged.
+    """
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s", f"{failed} ({type(error).__name__})" if secret else f"{failed}: {error}")
+
+
 def notify(subject: str, body: str) -> None:
     """Send a message by the block in RLHF_NOTIFY, if there is one."""
     address = os.environ.get(VARIABLE)
     if not address:
         return
-    try:
+    # The text of an error can contain the secret address of a webhook.
+    with view_only(f"{VARIABLE}={address}: the notification could not be sent", secret=True):
         block: Any = Block.load(address)
         sent = block.notify(printable(scrubbed(body)), subject=printable(scrubbed(subject)))
         # Without an event loop, most blocks send at once. Those whose `notify` is only a coroutine do not.
         if inspect.isawaitable(sent):
             run_coro_as_sync(cast(Coroutine[Any, Any, None], sent))
-    except Exception as error:  # of the block's library, of any service
-        # Without the text of the error, which can contain the secret address of a webhook.
-        log.warning("%s=%s: the notification could not be sent (%s)", VARIABLE, address, type(error).__name__)
 
 
 def emit(event: str, resource: str, **payload: str) -> None:
     """Emit the event `rlhf.{event}` about `rlhf.{resource}`."""
-    try:
+    with view_only(f"the event rlhf.{event} could not be sent", secret=True):
         emit_event(
             event=f"rlhf.{event}",
             resource={"prefect.resource.id": f"rlhf.{resource}"},
             payload={name: printable(scrubbed(text)) for name, text in payload.items()},
         )
-    except Exception as error:  # of Prefect's client
-        log.warning("the event rlhf.%s could not be sent (%s)", event, type(error).__name__)
 
 
 def notify_result(summary: Mapping[str, Any]) -> None:

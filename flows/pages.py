@@ -11,8 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self, cast
 from uuid import UUID
@@ -22,6 +21,7 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 from prefect.context import FlowRunContext
 
 from flows.isolated import EMBEDDED
+from flows.notify import view_only
 from rlhf_core.executors.spec import StageRecord
 from rlhf_core.ops.drift.compare import DriftReport
 from rlhf_core.ops.servers.reconcile import COMMAND_TAG, PROCESS_LABEL
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 5.0
 """The progress artifact moves at most this often."""
+# Then the progress is left out, so that a server that is down does not fill the log.
 _MAX_FAILURES = 3
 
 
@@ -84,7 +85,8 @@ class ProgressPage:
             if self._latest is not None:
                 event = self._latest
                 percent, text = describe(event)
-                try:
+                failures += 1
+                with view_only(f"Prefect did not take the progress of {self._stage}"):
                     if artifact is None:
                         artifact = cast(
                             UUID,
@@ -94,9 +96,7 @@ class ProgressPage:
                         )
                     else:
                         update_progress_artifact(artifact, percent, description=text)
-                except Exception as error:  # of Prefect's client: the thread must survive it
-                    failures += 1
-                    log.warning("Prefect did not take the progress of %s: %s", self._stage, error)
+                    failures -= 1
             if self._closed.wait(self._seconds) and not self._changed.is_set():
                 return
 
@@ -123,7 +123,7 @@ def publish_process() -> None:
     """
     if EMBEDDED in os.environ:
         return  # its server ends with the process
-    with _view_only("process"), get_client(sync_client=True) as client:
+    with _report("process"), get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(runtime.flow_run.id)
         root = client.read_flow_run(runtime.flow_run.root_flow_run_id)
         if root.deployment_id is None:
@@ -140,7 +140,7 @@ def publish_name(run: PipelineRun) -> None:
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
         context.flow_run.name = run.name  # the copy that the hooks of its end get
-    with _view_only("name"), get_client(sync_client=True) as client:
+    with _report("name"), get_client(sync_client=True) as client:
         # An update replaces all tags, and the reconciler needs `auto-recover`.
         known = client.read_flow_run(runtime.flow_run.id).tags
         tags = [*known, *(tag for tag in wanted if tag not in known)]
@@ -150,7 +150,7 @@ def publish_name(run: PipelineRun) -> None:
 def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> None:
     """Report of a finished stage, with its numbers and links."""
     links = run.links(record.ref.mlflow_run_id)
-    with _view_only(stage):
+    with _report(stage):
         create_markdown_artifact(
             stage_markdown(stage, record, links),
             key=_artifact_key(stage, "report"),
@@ -160,7 +160,7 @@ def publish_stage(run: PipelineRun, stage: StageName, record: StageRecord) -> No
 
 def publish_drift(report: DriftReport) -> None:
     """Publish the page of the comparison with the champion's data."""
-    with _view_only("drift"):
+    with _report("drift"):
         create_markdown_artifact(
             report.markdown, key="data-drift", description=f"Drift from the data of {report.champion}"
         )
@@ -169,18 +169,14 @@ def publish_drift(report: DriftReport) -> None:
 def publish_run(run: PipelineRun) -> None:
     """Report of the whole run, with its results and links."""
     summary = run.summary()
-    with _view_only("run"):
+    with _report("run"):
         create_markdown_artifact(
             run_markdown(summary), key="pipeline-report", description=verdict(summary) or "Whole pipeline"
         )
 
 
-@contextmanager
-def _view_only(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # also of what is shown: it fails no run
-        log.warning("Prefect did not take the report of %s: %s", what, error)
+def _report(what: str) -> AbstractContextManager[None]:
+    return view_only(f"Prefect did not take the report of {what}")
 
 
 def flow_run_tags() -> dict[str, str]:

@@ -20,8 +20,7 @@ from rlhf_core.config.pipeline import RunConfig
 from rlhf_core.ops.drift.compare import DriftReport, compare_with_champion
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.retries import RetryPolicy, retry_delays
-from rlhf_core.run.stage_runner import get_or_run_stage
+from rlhf_core.run.stage_runner import RetryPolicy, get_or_run_stage, retry_delays
 from rlhf_core.types import ArtifactRef
 
 MAX_RETRIES = 1000

@@ -6,6 +6,7 @@ is the parser, and its docstring is the help.
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 from cyclopts import App, Group, Parameter
@@ -70,3 +71,13 @@ def with_home(overrides: tuple[str, ...], home: str | None) -> tuple[str, ...]:
     from rlhf_core.config.load import home_override
 
     return overrides if home is None else (home_override(home), *overrides)
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGHUP. Like KeyboardInterrupt, it is not an Exception, so that `except Exception` does not
+    catch it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from json import dumps
@@ -16,6 +18,9 @@ from rlhf_core.config.redact import printable
 from rlhf_core.errors import InputError
 
 if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.chat import ChatCompletionMessageParam
+
     from rlhf_core.tracking.champion_log import Move
 
 Policy = Annotated[
@@ -28,6 +33,7 @@ Reason = Annotated[str, Parameter(metavar="TEXT", help="Why; it is kept in the h
 
 HUB = "hub:"
 """Prefix of a repository of the Hugging Face hub, as in the addresses of models."""
+_HELP = "one message a line; an empty line starts a new conversation, Ctrl-D ends"
 
 
 @app.command(group=REGISTRY)
@@ -50,7 +56,7 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         found = {}
         for each in names:
             champion, moves = champions(mlflow, each)
-            history = [asdict(move) for move in moves]
+            history = list(map(asdict, moves))
             refused = [refusal._asdict() for refusal in refusals(mlflow, each, moves)]
             found[each] = {
                 "champion": champion and champion.version,
@@ -189,15 +195,14 @@ def _publish(
         target: A new or empty folder; or hub:OWNER/NAME, a repository that is made private if it is new.
         replace: Delete the files that a repository has.
     """
-    from rlhf_core.ops.publish.publish import publish, publish_to_hub
+    from rlhf_core.ops.publish import publish, publish_to_hub
     from rlhf_core.run.registered_policies import open_policy
 
     opened = open_policy(policy, home, endpoint)
     if target.startswith(HUB):
         repository = target.removeprefix(HUB)
         written, private = publish_to_hub(opened, repository, replace=replace)
-        if private is not None:
-            written += f" ({'private' if private else 'public: everybody can read it'})"
+        written += {None: "", True: " (private)", False: " (public: everybody can read it)"}[private]
     elif replace:
         raise InputError("--replace: is for hub:OWNER/NAME; got a folder; leave it out")
     else:
@@ -217,7 +222,7 @@ def _chat(policy: str, /, *, port: int = 8000, url: str | None = None) -> int:
         port: Port of rlhf serve on this machine.
         url: Another OpenAI-compatible server, such as https://models.example/v1.
     """
-    from rlhf_cli.chat import chat
+    from rlhf_cli.champions import chat
     from rlhf_core.system.serving import API_KEY
 
     if url:
@@ -250,3 +255,66 @@ def describe(move: Move) -> str:
 
 def _utc(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def chat(url: str, model: str, key: str | None) -> None:
+    """Read messages from standard input, and print the answers as they arrive. Ctrl-C ends the conversation.
+
+    Args:
+        url: Base address of an OpenAI-compatible server, with `/v1`.
+        model: Name of the served model.
+        key: API key of the server, if it needs one.
+
+    Raises:
+        InputError: The server cannot be reached, does not serve the model, or refuses the request.
+    """
+    import httpx2
+    from openai import APIConnectionError, APIError, DefaultHttpxClient, OpenAI
+
+    # Without the proxy of the environment, which would see the messages and the key.
+    connection = DefaultHttpxClient(trust_env=False)
+    try:
+        # The client cannot be created without a key, also for a server that needs none.
+        client = OpenAI(base_url=url, api_key=key or "none", max_retries=0, http_client=connection)
+        served = [entry.id for entry in client.models.list()]
+        if model not in served:
+            raise InputError(f"{url} does not serve {model}; it serves {', '.join(served)}")
+        print(f"{printable(model)} at {printable(url)}: {_HELP}", flush=True)
+        messages: list[ChatCompletionMessageParam] = []
+        # Only the end of the input is an empty text: an empty line has its line feed.
+        while message := _next_message():
+            if message == "\n":
+                messages = []
+                continue
+            messages.append({"role": "user", "content": message.removesuffix("\n")})
+            messages.append({"role": "assistant", "content": _answer(client, model, messages)})
+    except APIConnectionError as error:
+        raise InputError(
+            f"{url}: {error.message.rstrip('.')}; start `rlhf serve`, or correct --port or --url"
+        ) from error
+    except APIError as error:
+        raise InputError(f"{url}: {error.message}") from error
+    except (httpx2.InvalidURL, json.JSONDecodeError) as error:
+        raise InputError(f"{url}: {error}") from error
+    except KeyboardInterrupt:
+        print()
+    finally:
+        connection.close()
+
+
+def _next_message() -> str:
+    """Return the next line with its line feed; an empty text at the end of the input."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    return sys.stdin.readline()
+
+
+def _answer(client: OpenAI, model: str, messages: list[ChatCompletionMessageParam]) -> str:
+    answer = ""
+    for chunk in client.chat.completions.create(model=model, messages=messages, stream=True):
+        piece = chunk.choices[0].delta.content or "" if chunk.choices else ""
+        answer += piece
+        # An answer may send no other control characters to the terminal.
+        print("".join(c if c in "\n\t" else printable(c) for c in piece), end="", flush=True)
+    print(flush=True)
+    return answer

@@ -215,6 +215,15 @@ def classified(error: BaseException, where: str = "") -> RLHFError:
     return kind(f"{where}: {type(error).__name__}: {error}" if where else f"{type(error).__name__}: {error}")
 
 
+@contextmanager
+def classifying(where: str) -> Iterator[None]:
+    """Raise `classified(error, where)` for any error of the body."""
+    try:
+        yield
+    except Exception as error:
+        raise classified(error, where) from error
+
+
 def to_record(error: BaseException) -> dict[str, str]:
     """Return `{"type", "message"}` of any exception, to be sent to another process as JSON."""
     ours = classified(error)

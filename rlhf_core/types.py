@@ -5,6 +5,7 @@ Axes: `P` prompt tokens, `T` response tokens of one sequence (ragged: plain tupl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -204,6 +205,11 @@ class MetricLogger(Protocol):
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return `metrics` with `prefix` before each name."""
     return {f"{prefix}{name}": value for name, value in metrics.items()}
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that are finite: a step that was skipped has no loss, and JSON has no NaN."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 class Checkpoints(Protocol):

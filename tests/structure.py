@@ -187,7 +187,6 @@ _OTHER_WORDS: dict[str, set[str]] = {
     "rlhf_core.data.prepare": _SET,
     "rlhf_core.data.synthetic": _SET,
     "rlhf_core.ops.drift.measures": _SET,
-    "rlhf_core.ops.plan.batches": _SET,
     "rlhf_core.ops.plan.rows": _SET,
     "rlhf_core.testing.data": _SET,
     # The role of a process in PPO, and places of the KL penalty and of a label.
@@ -201,6 +200,10 @@ _OTHER_WORDS: dict[str, set[str]] = {
     "rlhf_core.ppo": _ROLE,
     # The algorithm `ppo`.
     "rlhf_core.config.ppo": {"ppo"},
+    # What `rlhf blame` and `rlhf replay` measure of a step, and a kind of facts about a run.
+    "rlhf_cli.replay": _ROLE,
+    "rlhf_core.ops.blame": _ROLE,
+    "rlhf_core.ops.compare": {"data"},
     # A field of MLflow's tables.
     "rlhf_core.tracking.stage_run": {"data"},
     # What a check is about, in messages.

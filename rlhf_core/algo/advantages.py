@@ -56,6 +56,7 @@ def token_rewards(
         if not score_clip > 0:
             raise ValueError(f"score_clip must be above 0, or None; got {score_clip}")
         scores = scores.clamp(-score_clip, score_clip)
+    # Not the last column: rows are padded, and a mask can have gaps.
     tokens_from_here = mask.flip(1).cumsum(1).flip(1)
     is_last = mask & (tokens_from_here == 1)
     return torch.where(is_last, scores.unsqueeze(1), 0.0) - kl_coef * select(kl_BT, mask)
@@ -155,6 +156,7 @@ def group_advantages(scores_B: Tensor, groups_B: Tensor, kind: GroupKind, eps: f
         advantages = centred * count / others
     else:
         raise ValueError(f"kind must be one of grpo, dr_grpo, reinforce_baseline, rloo; got {kind!r}")
+    # By the extremes, which are exact, as the mean is not.
     equal = group_extreme("amin", torch.inf) == group_extreme("amax", -torch.inf)
     zero = equal | ~valid | (count < 2)
     return torch.where(zero, 0.0, advantages).to(scores_B.device, as_float(scores_B).dtype)

@@ -166,6 +166,7 @@ def policy_loss(
     clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     per_token = torch.maximum(plain, clipped)
     if dual_clip is not None:
+        # Only there: where A > 0, the clip has bounded the loss already.
         per_token = torch.where(advantages < 0, torch.minimum(per_token, -dual_clip * advantages), per_token)
     if weights is not None:
         per_token = per_token * select(weights, mask).detach()
@@ -274,6 +275,7 @@ def clipped_weight_loss(
     """
     new, old = select(logprobs, mask), select(old_logprobs, mask).detach()
     advantages = select(advantages, mask).detach()
+    # Detached before the clip, so that a token has a gradient also where its weight is clipped.
     ratio = (new - old).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     per_token = -clipped * advantages * new

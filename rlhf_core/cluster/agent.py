@@ -32,13 +32,13 @@ from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.disk_space import Space, space_of
 from rlhf_core.cluster.rpc import Pending, RemoteActor, settle
 from rlhf_core.config import PipelineConfig
-from rlhf_core.errors import DataError, InfrastructureError, InputError, RLHFError, classified
+from rlhf_core.errors import DataError, InfrastructureError, InputError, RLHFError, classifying
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest
 from rlhf_core.storage.store import Store, open_store
+from rlhf_core.system.files import delete_abandoned, held
 from rlhf_core.system.heartbeat import Monitor, Participant, read_stacks
-from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import Home, is_below, make_attempt_folders
 from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef
@@ -76,10 +76,8 @@ def _served(
 
     @functools.wraps(method)
     def run(agent: NodeAgent, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
+        with classifying(f"host {socket.gethostname()}, {method.__name__}"):
             return method(agent, *args, **kwargs)
-        except Exception as error:
-            raise classified(error, f"host {socket.gethostname()}, {method.__name__}") from error
 
     return run
 

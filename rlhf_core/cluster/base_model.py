@@ -137,5 +137,7 @@ def _find_artifact(
 ) -> tuple[ArtifactStore, ArtifactRef | None]:
     if origin.store != artifacts.url:
         artifacts = origin.open_store(Home.of(config.run.home), s3_endpoint(config.store.endpoint))
-    stage = next((name for name in STAGES if name == origin.stage), None)
-    return artifacts, None if stage is None else artifacts.find(stage, origin.key)
+    for stage in STAGES:
+        if stage == origin.stage:
+            return artifacts, artifacts.find(stage, origin.key)
+    return artifacts, None

@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
@@ -144,10 +145,11 @@ def start_ray(config: PipelineConfig) -> None:
     # Also works if `ray.init` hangs in C++ and holds Python's lock.
     faulthandler.dump_traceback_later(config.run.timeouts.start, exit=True, file=_STDERR)
     try:
-        connect(plan(config.ppo).cores(gpus=False), "cpu", config.run)
-    except Exception:
-        ray.shutdown()  # what was started; the fleet starts Ray again, and reports what is wrong
-        raise
+        with ExitStack() as failed:
+            # What was started. The fleet starts Ray again, and reports what is wrong.
+            failed.callback(ray.shutdown)
+            connect(plan(config.ppo).cores(gpus=False), "cpu", config.run)
+            failed.pop_all()
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -36,6 +36,7 @@ def space_of(home: Path, copies: Mapping[str, int]) -> Space:
         copies: See `Nodes.copies`.
     """
     cache, works = Home.of(home).cache, Home.of(home).works
+    # A copy that an earlier attempt has begun needs only the rest.
     to_fetch = sum(max(0, size - bytes_below(cache / name)) for name, size in copies.items())
     free = machine().disk(existing_parent(works)).free
     cache_free = None if on_one_disk(cache, works) else machine().disk(existing_parent(cache)).free

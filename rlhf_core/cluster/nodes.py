@@ -34,13 +34,12 @@ from rlhf_core.cluster.agent import (
     of_host,
 )
 from rlhf_core.cluster.base_model import BaseModel
-from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.disk_space import space_of, space_problem
 from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import RemoteActor, fetch, ready, settle
-from rlhf_core.cluster.stored_output import StoredOutput
+from rlhf_core.cluster.stored_output import StoredOutput, needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import require_unchanged
@@ -338,11 +337,10 @@ class ClusterNodes:
             lacking.append([each for each in needed if files.get(each.path) != each.sha256])
         self.output.send(folder, merged(*lacking))
         source = self.output.key_of(folder)
-        calls = [
-            host.call(NodeAgent.fetch_files, source, files, folder)
-            for host, files in zip(hosts, lacking, strict=True)
-            if files
-        ]
+        calls = []
+        for host, missing in zip(hosts, lacking, strict=True):
+            if missing:
+                calls.append(host.call(NodeAgent.fetch_files, source, missing, folder))
         if self._has_processes:
             self.output.fetch(folder, own)
         self._wait(calls)
@@ -403,9 +401,8 @@ class ClusterNodes:
         self._try_all(NodeAgent.kill, names)
         with self._lock:
             for host in self._hosts:
-                host.participants = [
-                    each for each in host.participants if names is not None and each.name not in names
-                ]
+                killed = {each.name for each in host.participants} if names is None else names
+                host.participants = [each for each in host.participants if each.name not in killed]
                 host.pending = None  # a report that is under way may still have them
 
     def _try_all(
@@ -444,10 +441,10 @@ class ClusterNodes:
 
     def fetch(self, manifest: Manifest, work: Path) -> Callable[[], None]:
         heartbeat("fetch the checkpoint on all hosts", math.inf)
-        calls = [
-            host.call(NodeAgent.fetch, manifest, work, self._needed(manifest, host.node_id))
-            for host in self._with_files()
-        ]
+        calls = []
+        for host in self._with_files():
+            needed = self._needed(manifest, host.node_id)
+            calls.append(host.call(NodeAgent.fetch, manifest, work, needed))
         return lambda: _nothing(self._wait(calls))
 
     def needed_here(self, manifest: Manifest) -> Callable[[str], bool]:
@@ -464,11 +461,8 @@ class ClusterNodes:
 
 def _require_same(folder: Path, own: Mapping[str, str], there: Mapping[str, str], host: str) -> None:
     """Raise DataError if a folder of the user has other files on another host. Hidden files do not count."""
-    differing = [
-        name
-        for name, _ in own.items() ^ there.items()
-        if not any(part.startswith(".") for part in Path(name).parts)
-    ]
+    names = {name for name, _ in own.items() ^ there.items()}
+    differing = [name for name in names if "/." not in f"/{name}"]
     if differing:
         raise DataError(
             f"{folder} has other files on host {host} than on {socket.gethostname()}, for example"

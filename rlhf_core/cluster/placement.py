@@ -91,6 +91,7 @@ class RayCluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options = {
+            # It must start also where all CPUs are reserved.
             "num_cpus": 0,
             "max_concurrency": max_concurrency,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -159,6 +160,7 @@ def reserve_ranks(
         fix = "use a smaller hpz"
     elif gpus_per_rank > 1:
         fix = "lower ppo.engine.tensor_parallel"
+    # One bundle for all of a group, because Ray never splits a bundle over nodes.
     bundle: dict[str, float] = {"CPU": neighbours, "GPU": neighbours * gpus_per_rank}
     group = reserve([bundle] * (ranks // neighbours), f"{ranks} {label}s{groups}", fix, wait, cluster)
     node_of = node_ids(group)
@@ -198,6 +200,7 @@ def reserve(
     needed = _amounts(sum_of(bundles))
     group, reserved = cluster.reserve(bundles)
     if not all(ready([reserved], patience)):
+        # Without it, a run that waits for another one would look as if it hung.
         log.warning("%s need %s, and wait for them: %s", what, needed, _free(cluster))
     try:
         wait([reserved], f"Ray to reserve devices for {what}")

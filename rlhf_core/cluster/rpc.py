@@ -24,11 +24,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
 
 from rlhf_core.config.pipeline import TimeoutsConfig
-from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied, classified
+from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied, classified, classifying
 from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
 
 POLL_SECONDS = 1.0
@@ -95,9 +96,8 @@ def rpc(timeout: Literal["start", "stall", "sync"] = "stall") -> Callable[[Calla
             started = time.monotonic()
             actor.running = method.__name__
             try:
-                return method(*args, **kwargs)
-            except Exception as error:
-                raise classified(error, f"{participant.name}, {method.__name__}") from error
+                with classifying(f"{participant.name}, {method.__name__}"):
+                    return method(*args, **kwargs)
             finally:
                 actor.counters[f"seconds/{method.__name__}"] += time.monotonic() - started
                 actor.running = ""
@@ -520,11 +520,8 @@ class ActorClient:
         An actor that is busy with another call does not answer within 2 seconds and counts as alive.
         """
         answers = settle([actor.call(Actor.usage) for actor in actors], 2.0)
-        return [
-            actor
-            for actor, answer in zip(actors, answers, strict=True)
-            if isinstance(answer, WorkerDied | OutOfMemory)
-        ]
+        is_dead = [isinstance(answer, WorkerDied | OutOfMemory) for answer in answers]
+        return list(compress(actors, is_dead))
 
     def kill(self, actors: Mapping[str, RemoteActor[Actor]]) -> None:
         """End the processes of actors, by the names of their participants."""

@@ -68,6 +68,7 @@ def parse_address(text: str) -> Address:
     if "://" in text and not text.startswith("file://"):
         return Address("url", text)
     local = Address("local", text)
+    # transformers and datasets prefer an existing folder to a repository of the same name, too.
     if local.looks_like_path or exists(text) or _HUB_ID.fullmatch(text) is None:
         return local
     return Address("hub", text)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -48,6 +48,9 @@ class Section(BaseModel):
 
     # Strict: YAML has types of its own, so a text in place of a number is a mistake.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    constants: ClassVar[Mapping[str, Any]] = {}
+    """Values of fields that earlier versions had. They are part of the keys, so that existing keys stay."""
 
     def complete(self) -> None:
         """Fill fields that follow from others. All fields are valid by then."""

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.ppo import MINIBATCH, PPOConfig
+from rlhf_core.config.ppo_sections import MAX_ENGINE_RANK
 from rlhf_core.config.rewards import AnyReward, ModelReward, measured_graders
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding
@@ -247,6 +247,7 @@ def learning_rates(config: PipelineConfig) -> list[LearningRate]:
     rates = []
     for stage, section in config.training_sections.items():
         field = f"{section_of(stage)}.optimizer.learning_rate"
+        # Of a new section: `load_config` derives the default of adapters from it.
         usual = type(section)().optimizer.learning_rate
         rates.append(LearningRate(field, section.optimizer.learning_rate, usual, section.lora is not None))
     trained = []

@@ -20,6 +20,6 @@ cache; on a GPU 256 MB, enough to fill it.
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO 1-3 reduce at a time, at most. The buffer is allocated as a whole."""
 SHORT_ATTENTION = 512
-"""Tokens of a sequence up to which `models.short_attention` computes attention in bfloat16 on a CPU. Torch's
+"""Tokens of a sequence up to which `models.attention` computes attention in bfloat16 on a CPU. Torch's
 kernel is faster for longer ones.
 """

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.base import Section, declared, effect_of
+from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu
-from rlhf_core.config.register import POLICIES
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
@@ -120,6 +120,7 @@ def key_content(
         source_digests: Content digests of what the stage reads from outside (data files, the folder of the
             base model), see `sources_in_key`.
     """
+    # `sort_keys` of `json_sha256` makes the order of fields and sections irrelevant.
     payload: dict[str, Any] = {
         "stage": stage,
         "schema": STAGES[stage].version,
@@ -218,6 +219,7 @@ def _key_payload(config: PipelineConfig, source_digests: Mapping[str, str]) -> d
     }
     return {
         "schema": {name: stage.version for name, stage in STAGES.items() if name not in absent},
+        # The run of the pipeline in MLflow is found by this key, and it is in one experiment, by one name.
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,
@@ -267,7 +269,7 @@ def result_settings(section: Section) -> dict[str, Any]:
     `reward.judge`, that equals the inherited one.
     """
     dump = section.model_dump(mode="json", by_alias=True)
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = dict(section.constants)
     for name, field in type(section).model_fields.items():
         if effect_of(field) != "result":
             continue

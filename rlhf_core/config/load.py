@@ -32,10 +32,9 @@ from rlhf_core.config.rewards import AnyReward, PythonReward
 from rlhf_core.config.training import adapter_rate
 from rlhf_core.config.yaml import Document, Keys, parse_value, read
 from rlhf_core.errors import ConfigError, checking
-from rlhf_core.system.files import exists
+from rlhf_core.system.files import exists, shipped
 from rlhf_core.system.home import HOME_OF_RUNS
 from rlhf_core.system.machine import machine
-from rlhf_core.system.shipped import shipped
 
 GROUP = 8
 """Samples of a prompt where an algorithm compares them, as in TRL."""

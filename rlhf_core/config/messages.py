@@ -1,12 +1,14 @@
 """Messages about a configuration: `FILE:LINE: field: rule; got VALUE; fix`.
 
 Pydantic finds the problems and their locations. The rules in words, the suggestions and the fixes come from
-the JSON schema of `PipelineConfig`. docs/configuration.md (`tests.reference`) is made from the same schema.
+the JSON schema of `PipelineConfig`. docs/configuration.md (`tests.reference`) and the schema for completion
+and checks in editors (`rlhf schema`) are made from the same one.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from rlhf_core.config.data import SETS
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import shown, shown_key
 from rlhf_core.config.yaml import Keys, scalar
@@ -41,8 +44,20 @@ RENAMED = {
     "ppo.guards.overoptimization_ratio": "ppo.guard_limits.overoptimization",
 }
 """Fields of earlier versions, and their names in this one."""
-REMOVED = ("allowed_hosts", "dispatch", "senders")
-"""Names of fields of earlier versions, of any section, that this one has no more."""
+REMOVED = {
+    "allow_other_ranks": "a checkpoint of another number of ranks is converted without it; leave it out",
+    "allowed_hosts": "leave it out",
+    "dispatch": "leave it out",
+    "eps": "it is 1e-8; leave it out",
+    "logprob_gap_limit": "it is half of ppo.weight_sync.canary_tolerance; set that instead",
+    "senders": "leave it out",
+    "tie_embeddings": "it is true; leave it out",
+}
+"""Names of fields of earlier versions, of any section, that this one has no more, and what to do."""
+SCHEMA_FILE = "rlhf.schema.json"
+"""Name of the schema beside a configuration."""
+_NOT_JSON_SCHEMA = ("affects", "form", "within", "later", "inherits")
+"""Keys of `config.base` that are no part of JSON Schema."""
 _FIELD_IN_MESSAGE = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 
 
@@ -343,7 +358,7 @@ def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     if name in RENAMED:
         return f"{name}: has another name in this version; write {RENAMED[name]}"
     if path[-1] in REMOVED:
-        return f"{name}: is no field of this version (CHANGELOG.md says why); leave it out"
+        return f"{name}: is no field of this version (CHANGELOG.md says why); {REMOVED[path[-1]]}"
     kind = "loss" if path[:2] == ("ppo", "loss") else "reward"
     owner = f" for a {kind} of type {variant}" if variant else ""
     return f"{name}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"
@@ -482,3 +497,42 @@ def _out_of_range(tree: Any, schema: Schema, path: Keys) -> Iterator[tuple[Keys,
         field = child(schema, key)
         if field is not None:
             yield from _out_of_range(value, field, (*path, key))
+
+
+# The schema for editors
+
+
+def editor_schema() -> Schema:
+    """Return the schema of what `load_config` reads: with short forms, and with the ranges of numbers.
+
+    Rules between fields are not in it.
+    """
+    schema: Schema = _plain(json.loads(json.dumps(root())))
+    text = {"type": "string", "minLength": 1}
+    schema["properties"]["model"] = {"anyOf": [schema["properties"]["model"], text]}
+    sets = schema["$defs"]["DataConfig"]["properties"]
+    for name in SETS:
+        source = sets[name]["items"]
+        sets[name]["items"] = {"anyOf": [source, text]}
+        described = {key: sets[name].pop(key) for key in ("title", "description", "default")}
+        sets[name] = {"anyOf": [sets[name], source, text], **described}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "rlhf"}
+
+
+def _plain(part: Any) -> Any:
+    """Return a part of a schema with only the keys of JSON Schema."""
+    if isinstance(part, list):
+        return [_plain(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    plain = {key: _plain(value) for key, value in part.items() if key not in _NOT_JSON_SCHEMA}
+    if isinstance(part.get("within"), list):
+        # Both limits apply to numbers only, so a field that can be null has them as well.
+        low, high, _ = part["within"]
+        plain |= {"minimum": low, "maximum": high}
+    return plain
+
+
+def schema_json() -> str:
+    """Return the schema as text."""
+    return json.dumps(editor_schema(), indent=1, ensure_ascii=False) + "\n"

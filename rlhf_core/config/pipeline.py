@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, RootModel, field_validator
+from pydantic import ConfigDict, Field, RootModel, field_validator
 
 from rlhf_core.config.base import (
     PAUSE,
@@ -34,10 +34,8 @@ from rlhf_core.config.data import (
     Limits,
     fitted_limits,
 )
-from rlhf_core.config.evaluate import BenchmarkConfig, EvaluateConfig
+from rlhf_core.config.evaluate import BenchmarkConfig, EvaluateConfig, RegisterConfig, SampleConfig
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.record import RecordConfig
-from rlhf_core.config.register import RegisterConfig, SampleConfig
 from rlhf_core.config.training import DPOConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
@@ -253,6 +251,25 @@ class StoreConfig(Section):
     """
 
 
+RecordLevel = Literal["none", "rewards", "logprobs", "all"]
+"""Each level has what the ones before it have."""
+
+
+class RecordConfig(Section):
+    """The record of rollouts."""
+
+    level: RecordLevel = execution("logprobs")
+    """What is [recorded](record.md) of each response of PPO: `rewards` (tokens and rewards), `logprobs`
+    (also log-probabilities of engine, policy and reference, and values), `all` (also advantages, returns, and
+    log-probabilities after the update, for which the policy computes each batch once more) or `none`. Answers
+    of `sample`, of the evaluation and of the match have the columns of `rewards`, unless it is `none`
+    """
+    max_bytes: Annotated[int, Field(ge=1, le=10**15)] = execution(20 * 10**9)
+    """Size of the record, in bytes before compression. Nothing is recorded from the step on that would exceed
+    it
+    """
+
+
 class TrackingConfig(Section):
     """MLflow."""
 
@@ -275,7 +292,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class TinyModel(Section):
-    """A Llama from scratch, for the demo and for tests."""
+    """A Llama from scratch, for the demo and for tests. Input and output embeddings are one matrix."""
+
+    constants: ClassVar = {"tie_embeddings": True}
 
     hidden_size: PositiveInt = result(128, within=Range(1, 65536, "wider than any model"))
     """Width"""
@@ -292,8 +311,6 @@ class TinyModel(Section):
     """Size of the tokenizer trained on the data, at most"""
     max_positions: PositiveInt = result(256, within=TOKENS)
     """Context length"""
-    tie_embeddings: bool = result(True)
-    """One matrix for input and output embeddings"""
 
     def problems(self) -> Iterator[str]:
         if self.hidden_size % self.heads or self.hidden_size // self.heads not in CPU_HEAD_SIZES:

@@ -12,7 +12,7 @@ from typing import Literal
 from rlhf_core.config.pipeline import ModelConfig, PipelineConfig, RunConfig, runs_on_gpu
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import STAGES, StageName
 
 Role = Literal["policy", "reference", "critic", "reward", "judge"]
 TRAINED: tuple[Role, ...] = ("policy", "critic")
@@ -149,7 +149,8 @@ def needed_devices(config: PipelineConfig, stage: StageName) -> int:
         return config.training_sections[stage].deepspeed.ranks
     if stage == "ppo":
         return plan(config.ppo).devices
-    if stage == "data":
+    row = STAGES[stage]
+    if not (row.loads_model or row.uses_engines):
         return 1
     return max(config.evaluate.ranks, config.evaluate.engines * config.ppo.engine.tensor_parallel)
 
@@ -159,6 +160,7 @@ def plan(ppo: PPOConfig) -> PlacementPlan:
     candidates: list[tuple[tuple[Role, ...], int]] = []
     policy, critic = ppo.policy_deepspeed.ranks, ppo.critic_deepspeed.ranks
     if ppo.colocate == "all":
+        # A rule of `PPOConfig` makes the ranks of the critic equal to those of the policy.
         candidates = [(("policy", "reference", "critic", "reward"), policy)]
     else:
         if ppo.colocate in ("policy_reference", "pairs"):

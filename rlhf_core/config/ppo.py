@@ -28,11 +28,12 @@ from rlhf_core.config.base import (
     rounding,
 )
 from rlhf_core.config.constants import Aggregation, GroupKind
-from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncConfig
 from rlhf_core.config.ppo_sections import (
+    MAX_ENGINE_RANK,
     AnyLoss,
     ConfiguredAggregation,
     DynamicFilteringConfig,
+    EngineConfig,
     GuardAction,
     GuardLimits,
     GuardName,
@@ -42,6 +43,7 @@ from rlhf_core.config.ppo_sections import (
     PythonAdvantages,
     SequenceLoss,
     TeacherConfig,
+    WeightSyncConfig,
     default_evaluation_interval,
 )
 from rlhf_core.config.rewards import AnswerReward, AnyReward, ModelReward
@@ -205,10 +207,6 @@ class PPOConfig(PackedSection):
     ema_decay: Decay | None = result(None)
     """Decay per optimizer step of a float32 moving average of the policy's weights. It is saved in the
     policy's dtype, next to the policy or as the policy (`publish: average`); null: none
-    """
-    logprob_gap_limit: PositiveFloat | None = execution(None)
-    """If the mean |old - rollout| log-probability is above this, a warning is logged and
-    rollout/logprob_gap_alarm is set; null: half of the limit of the canary
     """
     critic_warmup_steps: NonNegativeInt | None = result(None)
     """The first steps train the critic only. null: 0, see `critic_warmup_max_steps`"""
@@ -389,6 +387,7 @@ class PPOConfig(PackedSection):
         """`missing_eos_penalty`, or the default for the configured rewards."""
         if self.missing_eos_penalty is not None:
             return self.missing_eos_penalty
+        # A reward model was trained with whole responses only; a rule says itself what a cut one is worth.
         return 1.0 if self.trains_on_reward_model and self.overlong is None else 0.0
 
     @property
@@ -440,6 +439,7 @@ class PPOConfig(PackedSection):
         if self.critic_warmup_max_steps is not None:
             return self.critic_warmup_max_steps
         if self.critic_warmup_steps is None and self.uses_critic and self.trains_on_reward_model:
+            # The critic starts from the reward model, whose scores of unfinished responses mean little.
             return self.steps // 10
         return self.warmup_steps
 

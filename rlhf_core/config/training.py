@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, field_validator
 
@@ -60,6 +60,8 @@ class PackedSection(Section):
 class OptimizerConfig(Section):
     """AdamW with warm-up and decay."""
 
+    constants: ClassVar = {"eps": 1e-8}
+
     learning_rate: PositiveFloat = result(
         1e-5, within=Range(1e-20, 100, "no training of a language model converges above it")
     )
@@ -70,10 +72,6 @@ class OptimizerConfig(Section):
     """Decoupled weight decay"""
     betas: tuple[Decay, Decay] = result((0.9, 0.95))
     """Adam's moment decays"""
-    eps: PositiveFloat = result(
-        1e-8, within=Range(1e-20, 1, "a larger value hides the size of the gradients")
-    )
-    """Adam's epsilon"""
     warmup_ratio: Fraction = result(0.05)
     """Share of the optimizer steps in which the learning rate rises linearly"""
     schedule: Literal["cosine", "linear", "constant"] = result("cosine")
@@ -89,9 +87,10 @@ class OptimizerConfig(Section):
 class DeepSpeedConfig(Section):
     """How one model is distributed over ranks."""
 
-    # Another number also rounds differently. Checkpoints know it, see `allow_other_ranks`.
-    ranks: PositiveInt = execution(1, within=RANKS)
-    """Data-parallel training ranks (processes; one GPU each where there are GPUs)"""
+    ranks: PositiveInt = rounding(1, within=RANKS)
+    """Data-parallel training ranks (processes; one GPU each where there are GPUs). A checkpoint of another
+    number is converted
+    """
     zero_stage: Literal[0, 1, 2, 3] = result(0)
     """ZeRO: 1 shards optimizer state, 2 also gradients, 3 also parameters"""
     hpz: PositiveInt = rounding(1)
@@ -111,10 +110,6 @@ class DeepSpeedConfig(Section):
     """
     gradient_checkpointing: bool = rounding(False)
     """Recompute activations in the backward pass"""
-    allow_other_ranks: bool = execution(False)
-    """Convert and continue from a checkpoint of another number of ranks: the same training up to rounding; by
-    default an error
-    """
 
     def problems(self) -> Iterator[str]:
         if self.ranks % self.hpz:
@@ -258,6 +253,7 @@ class JudgeConfig(Section):
     @property
     def own_settings(self) -> dict[str, Any]:
         """The settings of its training that are not those of the section `reward`, by fields of it."""
+        # These say which pairs and weights the judge has, and are no fields of the section `reward`.
         names = set(type(self).model_fields) - {"fraction", "path", "revision"}
         values = {name: getattr(self, name) for name in sorted(names)}
         return {name: value for name, value in values.items() if value is not None}
@@ -299,8 +295,9 @@ class RewardConfig(TrainingSection):
 
     @property
     def of_judge(self) -> RewardConfig:
-        """The settings with which the judge is trained."""
-        return self.model_copy(update=self.judge.own_settings if self.judge is not None else {})
+        """The settings with which the judge is trained. It is one model also with an ensemble."""
+        own = self.judge.own_settings if self.judge is not None else {}
+        return self.model_copy(update={"ensemble": None, **own})
 
     @property
     def members(self) -> int:

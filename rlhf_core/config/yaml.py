@@ -17,8 +17,7 @@ import yaml
 
 from rlhf_core.config.redact import printable, shown
 from rlhf_core.errors import ConfigError
-from rlhf_core.system.files import UnfitFile, open_regular
-from rlhf_core.system.shipped import shipped
+from rlhf_core.system.files import UnfitFile, open_regular, shipped
 
 MAX_BYTES = 1_000_000
 MAX_VALUES = 20_000

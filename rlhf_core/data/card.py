@@ -94,11 +94,9 @@ def _sources(config: PipelineConfig, digests: Mapping[str, str]) -> list[dict[st
         if source.labelled_by is not None:
             row |= {"labelled_by": source.labelled_by, "name": names[name][index]}
         rows.append(row)
-    rows += [
-        {"field": name, "path": "", "digest": digest}
-        for name, digest in digests.items()
-        if name in ("model", "data.chat_template")
-    ]
+    for field, digest in digests.items():
+        if field in ("model", "data.chat_template"):
+            rows.append({"field": field, "path": "", "digest": digest})
     return rows
 
 
@@ -122,12 +120,12 @@ def _weights(config: PipelineConfig, counts: Mapping[SetName, SetCounts]) -> lis
 
 def _other_fields(counts: Mapping[SetName, SetCounts]) -> list[dict[str, Any]]:
     """Return the fields of each source that no text is made of, with the numbers of their rows."""
-    return [
-        {"source": source, "field": name, "rows": rows, "texts": others.texts[name]}
-        for count in counts.values()
-        for source, others in count.others.items()
-        for name, rows in sorted(others.rows.items())
-    ]
+    fields = []
+    for count in counts.values():
+        for source, others in count.others.items():
+            for name, rows in sorted(others.rows.items()):
+                fields.append({"source": source, "field": name, "rows": rows, "texts": others.texts[name]})
+    return fields
 
 
 def sources_of_models(folder: Path) -> frozenset[str]:
@@ -145,6 +143,15 @@ def limits_of(folder: Path) -> Limits:
     return Limits(**{name: found[name] for name in Limits._fields})
 
 
+def with_limits_of_data(config: PipelineConfig, inputs: Mapping[str, Path]) -> PipelineConfig:
+    """Return the configuration of a stage with the length limits that it lacks: those of the data among its
+    inputs, if it reads any.
+    """
+    if None in config.given_limits and (data := inputs.get("data")) is not None:
+        return config.with_limits(limits_of(data))
+    return config
+
+
 def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:
     """Return percentiles of token counts over both splits, by part of the example."""
     parts: dict[str, list[int]] = {}
@@ -156,9 +163,8 @@ def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dic
     for part, lengths in parts.items():
         # A method without interpolation, so that a percentile is a length that occurs.
         values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf")
-        percentiles[part] = {
-            f"p{percent}": int(value) for percent, value in zip(_PERCENTILES, values, strict=True)
-        }
+        names = [f"p{percent}" for percent in _PERCENTILES]
+        percentiles[part] = dict(zip(names, map(int, values), strict=True))
     return percentiles
 
 
@@ -181,9 +187,12 @@ def overlap(splits: Splits) -> dict[str, Any]:
     rows whose prompt has the words of a held-out one, regardless of case, punctuation and width, and rows
     that begin with a held-out prompt or contain it as a paragraph. `near_by_set` has them by set.
     """
-    held = {item.key for by_split in splits.values() for item in by_split["eval"]}
-    held_groups = {item.group for by_split in splits.values() for item in by_split["eval"]}
-    words = {_words(key) for key in held}
+    held, held_groups = set(), set()
+    for by_split in splits.values():
+        for item in by_split["eval"]:
+            held.add(item.key)
+            held_groups.add(item.group)
+    words = set(map(_words, held))
     keys = sorted(held)
     exact, near = 0, dict.fromkeys(splits, 0)
     for name, by_split in splits.items():
@@ -193,9 +202,9 @@ def overlap(splits: Splits) -> dict[str, Any]:
                 continue
             paragraphs = [key for part in item.text.split("\n\n") if (key := split_key(part))]
             # The prompt of a text without a structure can end within a paragraph.
-            ends = (
-                None if name == "sft" else {end - 1 for end in accumulate(len(key) + 1 for key in paragraphs)}
-            )
+            ends = None
+            if name != "sft":
+                ends = {end - 1 for end in accumulate(len(key) + 1 for key in paragraphs)}
             begins = begins_with(" ".join(paragraphs), keys, ends)
             near[name] += begins or not held.isdisjoint(paragraphs) or _words(item.key) in words
     return {"exact": exact, "near": sum(near.values()), "near_by_set": near}
@@ -292,10 +301,10 @@ def _sample(item: EncodedRecord, tokenizer: Any) -> dict[str, Any]:
     if isinstance(example, SFTExample):
         views = [_token_view(example.input_ids, example.loss_mask, tokenizer)]
     elif isinstance(example, PairExample):
-        views = [
-            _token_view(example.prompt_ids + ids, (0,) * len(example.prompt_ids) + (1,) * len(ids), tokenizer)
-            for ids in (example.chosen_ids, example.rejected_ids)
-        ]
+        views = []
+        for ids in (example.chosen_ids, example.rejected_ids):
+            mask = (0,) * len(example.prompt_ids) + (1,) * len(ids)
+            views.append(_token_view(example.prompt_ids + ids, mask, tokenizer))
     else:
         views = [_token_view(example.input_ids, (0,) * len(example.input_ids), tokenizer)]
     return {"text": item.text[:_SAMPLE_CHARS], "tokens": views}
@@ -319,11 +328,12 @@ def _token_view(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list
 
 def sample_rows(card: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return the samples as rows of one table: set, text, tokens (those in the loss between ⟦ and ⟧)."""
-    return [
-        {"set": name, "text": sample["text"], "tokens": "\n".join(map(_runs_text, sample["tokens"]))}
-        for name, samples in card["samples"].items()
-        for sample in samples
-    ]
+    rows = []
+    for name, samples in card["samples"].items():
+        for sample in samples:
+            tokens = "\n".join(map(_runs_text, sample["tokens"]))
+            rows.append({"set": name, "text": sample["text"], "tokens": tokens})
+    return rows
 
 
 def _runs_text(runs: Sequence[Sequence[Any]]) -> str:
@@ -348,10 +358,8 @@ def card_markdown(card: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
     lines = ["# Data card", "", *_settings(card)]
     lines += ["", "## Sources", "", "| field | path | sha256 or revision |", "|---|---|---|"]
-    lines += [
-        f"| {row['field']} | {markdown_cell(row['path'])} | {markdown_cell(row['digest'])} |"
-        for row in card["sources"]
-    ]
+    for row in card["sources"]:
+        lines.append(f"| {row['field']} | {markdown_cell(row['path'])} | {markdown_cell(row['digest'])} |")
     lines += ["", "## Rows", "", "| set | read | bad | dropped | train | eval |", "|---|---|---|---|---|---|"]
     for name, count in card["counts"].items():
         dropped = "; ".join(f"{number} {reason}" for reason, number in count["dropped"].items()) or "0"
@@ -425,10 +433,11 @@ def card_markdown(card: Mapping[str, Any]) -> str:
 
 def _visible(text: str) -> str:
     """Replace control and direction characters, except newlines."""
-    return "".join(
-        char if char == "\n" or unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co") else "�"
-        for char in text
-    )
+    characters = []
+    for char in text:
+        hidden = char != "\n" and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co")
+        characters.append("�" if hidden else char)
+    return "".join(characters)
 
 
 def markdown_cell(text: object) -> str:
@@ -444,6 +453,6 @@ def markdown_cell(text: object) -> str:
 
 def _fence(text: str) -> str:
     plain = _visible(text)
-    longest = max((len(run) for run in re.findall(r"`+", plain)), default=0)
+    longest = max(map(len, re.findall(r"`+", plain)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{plain}\n{fence}"

@@ -144,7 +144,7 @@ def _check_answers(config: PipelineConfig, field: str, source: Source) -> Iterat
         if is_whole:
             samples = [[row for row in read_rows(source, config.store, None) if isinstance(row, Row)]]
         else:
-            samples = [first_rows(file) for file in files[:_FILES_OF_A_FOLDER]]
+            samples = list(map(first_rows, files[:_FILES_OF_A_FOLDER]))
     for rows in samples:
         # Of the first rows, only a fault that all of them have is an error.
         most = config.data.max_bad_rows if is_whole else 0.99
@@ -156,12 +156,11 @@ def _answer_findings(
 ) -> Iterator[Finding]:
     """Yield what there is to say about the answers of the rows, as far as they are prompts."""
     kept = [row for row in rows if not source.only_split or row.data.get("split") == source.split]
-    records = [to_record(row, source, "prompts", "", config.data.thoughts) for row in kept]
-    prompts = [
-        PromptExample("", item.record.prompt_text, (), item.record.meta)
-        for item in records
-        if not isinstance(item, BadRow)
-    ]
+    prompts = []
+    for row in kept:
+        item = to_record(row, source, "prompts", "", config.data.thoughts)
+        if not isinstance(item, BadRow):
+            prompts.append(PromptExample("", item.record.prompt_text, (), item.record.meta))
     rewards = {each.field: each for each in config.ppo.rewards if isinstance(each, AnswerReward)}
     for reward in rewards.values():
         try:

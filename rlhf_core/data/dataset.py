@@ -14,7 +14,7 @@ import logging
 import socket
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -82,7 +82,7 @@ class Rows(Sequence[_T]):
     @override
     def __getitem__(self, index: int | slice) -> _T | list[_T]:
         if isinstance(index, slice):
-            return [self._make(each) for each in range(self._count)[index]]
+            return list(map(self._make, range(self._count)[index]))
         return self._make(range(self._count)[index])
 
 
@@ -162,7 +162,7 @@ def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
 
 def require_margins(*sets: Sequence[PairExample]) -> None:
     """Raise DataError unless every pair has a margin."""
-    without = [pair for pairs in sets for pair in pairs if pair.margin is None]
+    without = [pair for pair in chain.from_iterable(sets) if pair.margin is None]
     if without:
         raise DataError(
             f"reward.margin: field needs a finite number `margin` in every preference row; {len(without)} of"
@@ -336,9 +336,10 @@ def _open(folder: Path, name: str, split: Split, work: Path, make: Callable[...,
         if not mapped.exists():
             with replacing(mapped) as part:
                 _write_columns(folder, name, split, part)
+    # Mapped, so that the ranks of a host share the pages of one file and none of them holds the rows.
     file = pa.ipc.open_file(pa.memory_map(str(mapped)))
-    batches = [file.get_batch(number) for number in range(file.num_record_batches)]
-    readers = [[_reader(column) for column in batch.columns] for batch in batches]
+    batches = list(map(file.get_batch, range(file.num_record_batches)))
+    readers = [list(map(_reader, batch.columns)) for batch in batches]
     ends = list(accumulate(map(len, batches)))
 
     def row(index: int) -> _T:

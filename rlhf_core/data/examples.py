@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,7 @@ def distinct_names(sources: Sequence[Source]) -> list[str]:
     """Return the `short_name` of each source. Equal names (`a/train.jsonl`, `b/train.jsonl`) get their index
     in the list.
     """
-    names = [short_name(source) for source in sources]
+    names = list(map(short_name, sources))
     counts = Counter(names)
     shown = []
     for index, name in enumerate(names):
@@ -437,7 +437,7 @@ def join_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> dict[SetNa
         smaller, larger = sorted((root(first), root(second)))
         parents[larger] = smaller
 
-    every = [item for items in records.values() for item in items]
+    every = list(chain.from_iterable(records.values()))
     questions = {item.group for item in every if not item.group.startswith(_NAMED)}
     for item in every:
         opening = _until_first_question(item.record)

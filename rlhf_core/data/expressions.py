@@ -23,7 +23,7 @@ from typing import Any
 import regex
 
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import launch, python_module
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +189,10 @@ def _same_relation(left: Any, right: Any) -> bool:
     """
     from sympy import Eq, Ge, Gt, Ne, simplify
 
-    left, right = (each.reversed if isinstance(each, Gt | Ge) else each for each in (left, right))
+    if isinstance(left, Gt | Ge):
+        left = left.reversed
+    if isinstance(right, Gt | Ge):
+        right = right.reversed
     ratio = simplify((left.lhs - left.rhs) / (right.lhs - right.rhs))
     if type(left) is not type(right) or not ratio.is_number:
         return False

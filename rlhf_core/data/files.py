@@ -89,7 +89,7 @@ class BadRow:
 def suffix_of(name: str) -> str | None:
     """Return the supported suffix of a file name, or None."""
     lower = name.lower()
-    for suffix in sorted(DATA_SUFFIXES, key=len, reverse=True):
+    for suffix in DATA_SUFFIXES:  # none is the end of another one
         if lower.endswith(suffix):
             return suffix
     return None
@@ -549,6 +549,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     long_rows: list[int] = []
     try:
         names = pq.read_schema(stream).names
+        # A row is a dictionary, which would keep one of two columns with the same name.
         repeated = sorted(name for name in names if names.count(name) > 1)
         if repeated:
             raise DataError(

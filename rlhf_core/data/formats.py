@@ -216,7 +216,7 @@ def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:
     has = {name for name, value in row.items() if value is not None}
     conversation = row.get("conversations")
     if isinstance(conversation, list) and "messages" not in has:
-        messages = [_from_share_gpt(item) for item in conversation]
+        messages = list(map(_from_share_gpt, conversation))
         return {**_without(row, ("conversations",)), "messages": messages}
     if not has & {"prompt", "completion", "messages", "chosen"}:
         for question, context, output in _INSTRUCTIONS:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -29,6 +31,7 @@ def resolve_revision(
     warning, because changes on the hub are then not noticed. `seconds` limits the request to the hub.
     """
     name = revision or "main"
+    # A commit never changes, so the hub need not be asked.
     if _COMMIT.fullmatch(name):
         return name
     commit = _ask_hub(repo, kind, name, seconds) or _cached(repo, kind, name)
@@ -46,12 +49,11 @@ def fetch_model(repo: str, revision: str | None) -> None:
     """
     from huggingface_hub import snapshot_download
 
-    try:
+    with _optional(f"model {repo}: not fetched"):
+        # Weights in other formats than safetensors are never loaded.
         snapshot_download(
             repo, revision=revision, allow_patterns=["*.json", "model*.safetensors", "README.md"]
         )
-    except Exception as error:  # as in `_ask_hub`; the cached files may be enough
-        log.debug("model %s: not fetched: %s", repo, error)
 
 
 def cached_card(repo: str, revision: str, kind: Literal["model", "dataset"] = "model") -> Path | None:
@@ -67,15 +69,23 @@ def _ask_hub(repo: str, kind: str, name: str, seconds: float) -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return None
-    try:
+    commit: str | None = None
+    with _optional(f"{kind} {repo}: the hub did not answer"):
         info = within(
             seconds,
             lambda: HfApi().repo_info(repo, repo_type=kind, revision=name, timeout=_SECONDS),
         )
-        return info.sha
-    except Exception as error:  # many unrelated types; the cache may still have it
-        log.debug("%s %s: the hub did not answer: %s", kind, repo, error)
-        return None
+        commit = info.sha
+    return commit  # noqa: RET504 an error may have left the block before
+
+
+@contextmanager
+def _optional(problem: str) -> Generator[None]:
+    """Log what the client of the hub raises, of many unrelated types: the local cache may be enough."""
+    try:
+        yield
+    except Exception as error:
+        log.debug("%s: %s", problem, error)
 
 
 def _cached(repo: str, kind: str, name: str) -> str | None:

@@ -75,9 +75,8 @@ class Lengths:
 
         Without any response, those of the policy may be as long as the texts, or else as `given.new`.
         """
-        prompt, response, text = (
-            max((_needed(lengths) for lengths in self.of[name].values()), default=0) for name in _FIELDS
-        )
+        # Each field has all sets, so `max` always has a value.
+        prompt, response, text = (max(map(_needed, self.of[name].values())) for name in _FIELDS)
         response = max(response, _needed(self.turns))
         return Limits(
             prompt or unmeasured.prompt,
@@ -130,18 +129,18 @@ class Lengths:
     def say(self, given: GivenLimits, limits: Limits) -> None:
         """Log what each limit takes away: a warning from 1 % of the rows of a set on."""
         for name, limit in zip(_FIELDS, limits, strict=False):
-            longer = {
-                set_name: sum(tokens > limit for tokens in lengths)
-                for set_name, lengths in self.of[name].items()
-            }
-            sets = [set_name for set_name, number in longer.items() if number]
+            longer = {}
+            for set_name, lengths in self.of[name].items():
+                if number := sum(tokens > limit for tokens in lengths):
+                    longer[set_name] = number
+            sets = list(longer)
             if not sets:
                 continue
             shares = {set_name: longer[set_name] / len(self.of[name][set_name]) for set_name in sets}
-            parts = [
-                f"{longer[each]} of {len(self.of[name][each])} rows of data.{each} ({share:.1%})"
-                for each, share in shares.items()
-            ]
+            parts = []
+            for each, share in shares.items():
+                rows = len(self.of[name][each])
+                parts.append(f"{longer[each]} of {rows} rows of data.{each} ({share:.1%})")
             log.log(
                 logging.WARNING if max(shares.values()) >= _SHOWN_SHARE else logging.INFO,
                 "%s have %s; %s",

@@ -175,7 +175,7 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
-        return [_without_nulls(each) for each in value]
+        return list(map(_without_nulls, value))
     return value
 
 

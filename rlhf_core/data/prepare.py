@@ -268,7 +268,7 @@ def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> N
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        "tie_word_embeddings": tiny.tie_embeddings,
+        "tie_word_embeddings": True,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,

@@ -7,6 +7,7 @@ They are checked three times: by the preflight without a tokenizer (`check_rows`
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from rlhf_core.config.data import Limits
@@ -15,7 +16,7 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward
 from rlhf_core.data.dataset import require_answers
 from rlhf_core.data.examples import RecordDropped, SourceRecord, encode_record, to_record, within
-from rlhf_core.data.files import BadRow
+from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.sources import Contents, read_rows, regression_contents, short_name
 from rlhf_core.data.synthetic import parse_prompt
 from rlhf_core.data.templates import EncodeError, Encoder
@@ -67,7 +68,7 @@ def _longest_prompt(data: Path, config: PipelineConfig) -> int:
 
 def with_room(config: PipelineConfig, sets: Mapping[str, Sequence[PromptExample]]) -> PipelineConfig:
     """Return the configuration with a limit of prompts that those of `sets` fit, for engines."""
-    lengths = [len(prompt.input_ids) for prompts in sets.values() for prompt in prompts]
+    lengths = [len(prompt.input_ids) for prompt in chain.from_iterable(sets.values())]
     limits = config.limits
     return config.with_limits(limits._replace(prompt=max([limits.prompt, *lengths])))
 
@@ -77,10 +78,9 @@ def check_rows(config: PipelineConfig, index: int) -> int:
     used, as far as this is known without a tokenizer.
     """
     field, each = f"evaluate.regression.{index}", config.evaluate.regression[index]
-    prompts = [
-        PromptExample("", item.record.prompt_text, (), item.record.meta)
-        for item in _records(config, field, each, None)
-    ]
+    prompts = []
+    for item in _records(config, field, each, None):
+        prompts.append(PromptExample("", item.record.prompt_text, (), item.record.meta))
     _require_scorable(prompts, each.reward, f"{field}.reward")
     return len({prompt.prompt for prompt in prompts})
 
@@ -90,11 +90,9 @@ def _records(
 ) -> Generator[SourceRecord]:
     count = 0
     for row in read_rows(source, config.store, contents):
-        item = (
-            row
-            if isinstance(row, BadRow)
-            else to_record(row, source, "prompts", short_name(source), config.data.thoughts)
-        )
+        item: SourceRecord | BadRow | Row = row
+        if isinstance(item, Row):
+            item = to_record(item, source, "prompts", short_name(source), config.data.thoughts)
         if isinstance(item, BadRow):
             raise DataError(f"{field}: {item.file}:{item.line}: {item.reason}; correct the row")
         count += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -93,14 +93,13 @@ def read_rows(
     kind = address_of(source).kind
     if kind == "synthetic":
         raise ValueError("the synthetic task is generated, not read: see rlhf_core.data.synthetic.generate")
+
+    def is_kept(row: Row | BadRow) -> bool:
+        return isinstance(row, BadRow) or not source.only_split or row.data.get("split") == source.split
+
     rows = _read_hub(source) if kind == "hub" else _read_files(source, kind, store, contents)
     with closing(rows):  # also if `limit` ends the reading, so that a changed file is still detected
-        kept = (
-            row
-            for row in rows
-            if isinstance(row, BadRow) or not source.only_split or row.data.get("split") == source.split
-        )
-        yield from islice(kept, source.limit)
+        yield from islice(filter(is_kept, rows), source.limit)
 
 
 def source_contents(config: PipelineConfig) -> dict[str, Contents]:
@@ -219,12 +218,11 @@ def pinned(config: PipelineConfig) -> PipelineConfig:
 
     data: dict[str, Any] = {name: tuple(map(commit_of, getattr(config.data, name))) for name in SETS}
     regression = {"regression": tuple(map(commit_of, config.evaluate.regression))}
-    bases = [base_of(config, stage) for stage in BASE_STAGES]
-    commits = {
-        base.revision_field: resolve_revision(base.path, "model", base.revision)
-        for base in bases
-        if base is not None and base.is_hub
-    }
+    commits = {}
+    for stage in BASE_STAGES:
+        base = base_of(config, stage)
+        if base is not None and base.is_hub:
+            commits[base.revision_field] = resolve_revision(base.path, "model", base.revision)
     return config.with_values(commits).model_copy(
         update={
             "data": config.data.model_copy(update=data),
@@ -272,19 +270,19 @@ def model_digest(path: str, revision: str | None) -> str:
         raise ModelError(
             f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)"
         )
-    parts = [
-        f"{file.relative_to(folder).as_posix()}\x1f{_stream_digest(file.open('rb'))}"
-        for file in _model_files(folder)
-    ]
+    parts = []
+    for file in _model_files(folder):
+        parts.append(f"{file.relative_to(folder).as_posix()}\x1f{_stream_digest(file.open('rb'))}")
     return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
 
 
 def _model_files(folder: Path) -> list[Path]:
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file() and not any(p.startswith(".") for p in file.relative_to(folder).parts)
-    )
+    files = []
+    for file in folder.rglob("*"):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.is_file() and not is_hidden:
+            files.append(file)
+    return sorted(files)
 
 
 def _relative(file: str, root: str) -> str:
@@ -312,7 +310,7 @@ def _list_files(source: Source, kind: AddressKind, store: StoreConfig) -> list[s
     """Return the file or object itself, or the supported files of the split under a folder, sorted."""
     if kind == "s3":
         return list(_objects(source, store))
-    return [str(file) for file in list_files(address_of(source), source.split)]
+    return list(map(str, list_files(address_of(source), source.split)))
 
 
 @lru_cache(maxsize=4)
@@ -388,12 +386,10 @@ def _download(file: str, store: StoreConfig) -> IO[bytes]:
 
     Reading parquet from the bucket would need range requests, which not every S3-compatible server supports.
     """
-    copy = NamedTemporaryFile()  # noqa: SIM115  # the caller closes it, which deletes it
-    try:
+    with ExitStack() as opened:
+        copy = opened.enter_context(NamedTemporaryFile())
         _bucket(store).get_file(file, copy.name)
-    except BaseException:
-        copy.close()
-        raise
+        opened.pop_all()  # the caller closes it, which deletes it
     return cast("IO[bytes]", copy)
 
 

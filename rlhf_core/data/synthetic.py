@@ -13,6 +13,7 @@ This module imports no large libraries, because rewards and evaluation use `gold
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -127,12 +128,12 @@ def gold_reward(prompt: str, response: str, finished: bool = True) -> float:
             "use another reward source or `path: synthetic`"
         )
     text = response.strip()
-    parts = [part.strip() for part in text.split(".")]
+    parts = list(map(str.strip, text.split(".")))
     tail = parts.pop()
-    good = [part for part in parts if _SENTENCE.fullmatch(part)]
+    good = list(filter(_SENTENCE.fullmatch, parts))
     distinct = list(dict.fromkeys(good))
     words = re.findall(r"[a-z]+", text.lower())
-    used_words = {word for sentence in distinct for word in sentence.split()}
+    used_words = set(" ".join(distinct).split())
     raw: float = 0.4 * min(len(_KIND & used_words), MAX_KIND)
     raw += 0.9 * (topic.subject in used_words)
     raw += 0.7 * any(sentence.endswith(topic.place) for sentence in distinct)
@@ -258,12 +259,6 @@ def _sigmoid(x: float) -> float:
 @lru_cache(maxsize=8)
 def _distinct_prompts(seed: int) -> tuple[str, ...]:
     """Return every prompt of the task once, shuffled by the seed."""
-    prompts = [
-        f"{ask} {adjective} {subject} {place}."
-        for ask in ASKS
-        for adjective in ADJECTIVES
-        for subject in SUBJECTS
-        for place in PLACES
-    ]
+    prompts = [f"{' '.join(words)}." for words in itertools.product(ASKS, ADJECTIVES, SUBJECTS, PLACES)]
     random.Random(derive_seed(seed, "synthetic", "prompts")).shuffle(prompts)
     return tuple(prompts)

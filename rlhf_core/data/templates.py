@@ -247,7 +247,7 @@ class Encoder:
         """Return a special token or role mark that one of the texts spells, as text that was rendered with a
         chat template does, or None.
         """
-        found = (self._rendered.search(text) for text in texts)
+        found = map(self._rendered.search, texts)
         return next((match.group() for match in found if match is not None), None)
 
     def _conversation(self, messages: Sequence[Message], tools: str, *, last_only: bool = False) -> Encoded:
@@ -383,7 +383,7 @@ class Encoder:
         is_plain = tools is None and not any("tool_calls" in message for message in messages)
         marks = self._skeletons.get((forms, kind)) if is_plain else None
         if marks is None:
-            neutral = [_neutral(message) for message in messages]
+            neutral = list(map(_neutral, messages))
             if kind == "prompt":
                 text, _ = self._render(neutral, tools, generate=True)
             else:
@@ -691,11 +691,8 @@ class Encoder:
         # Some tokenizers also add plain text, such as Gemma's line feed. It is not a marker, neither here nor
         # in messages.
         plain = set(self._tokenize(messages[0]["content"], {}).ids) | {self.tokenizer.unk_token_id}
-        added = {
-            token
-            for token, entry in self.tokenizer.added_tokens_decoder.items()
-            if token not in plain and str(entry).strip()
-        }
+        entries = self.tokenizer.added_tokens_decoder.items()
+        added = {token for token, entry in entries if str(entry).strip()} - plain
         self._mark_ids = self._control_ids | (added & set(self._tokenize(prompt, {}).ids))
         if self._marks:
             text, spans = self._render(messages[:2], None, generate=False, marks=True)
@@ -747,10 +744,10 @@ def _neutral(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message of the same form with neutral texts."""
     neutral = {key: value and _NEUTRAL if key in _NEUTRALISED else value for key, value in message.items()}
     if "tool_calls" in message:
-        neutral["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _without_texts(call)}}
-            for call in message["tool_calls"]
-        ]
+        calls = []
+        for call in message["tool_calls"]:
+            calls.append({**call, "function": {**call["function"], "arguments": _without_texts(call)}})
+        neutral["tool_calls"] = calls
     return neutral
 
 

@@ -163,11 +163,10 @@ def with_safe_specials(tokenizer: Any, name: str) -> Any:
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return tokenizer
     used = {tokenizer.eos_token, tokenizer.bos_token}
-    specials = [
-        token.content
-        for _, token in sorted(tokenizer.added_tokens_decoder.items())
-        if token.special and token.content not in used
-    ]
+    specials = []
+    for _, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if token.special and token.content not in used:
+            specials.append(token.content)
     named_pad = [token for token in specials if "pad" in token.lower()]
     reserved = [token for token in specials if "reserved" in token.lower() or "unused" in token.lower()]
     unknown = []

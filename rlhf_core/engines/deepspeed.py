@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlhf_core.config.constants import REDUCE_BUCKET
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
-from rlhf_core.engines import resharding
+from rlhf_core.engines import sharding
 from rlhf_core.engines.distributed import Rank, bound_collectives
+from rlhf_core.engines.sharding import deepspeed_config
 from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
-from rlhf_core.errors import ConfigError, CorruptArtifact, NonFiniteError
+from rlhf_core.errors import CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter, trained_head_name
 from rlhf_core.models.saving import WeightStream, as_in_checkpoint, unquantized
 from rlhf_core.models.weights import dequantized, shape, value_dtype
@@ -36,6 +36,7 @@ from rlhf_core.system.heartbeat import heartbeat
 
 log = logging.getLogger(__name__)
 
+ADAM_EPS = 1e-8
 MOST_BFLOAT16_SUMS = 128
 """Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
 percent.
@@ -90,7 +91,6 @@ class TrainingEngine:
         self.rank = rank
         self.optimizer_config = optimizer
         self.zero_stage = config.zero_stage
-        self._allow_other_ranks = config.allow_other_ranks
         self.lora: LoraConfig | None = getattr(module, "lora", None)
         self._grad_norm = math.nan
         self.steps_done = 0
@@ -351,6 +351,7 @@ class TrainingEngine:
     def _restore(self, copy: WeightCopy) -> None:
         for group in self._gather_groups():
             kept = [(name, parameter) for name, parameter in group if name in copy]
+            # Under ZeRO-3, DeepSpeed writes back what rank 0 has changed when the context ends.
             with self._gathered([parameter for _, parameter in kept], to_change=True):
                 for name, parameter in kept:
                     parameter.copy_(copy.full(name))
@@ -443,7 +444,7 @@ class TrainingEngine:
         for copy in self._copies:
             copy.save(folder, self.rank.rank)
         if self.rank.rank == 0:
-            resharding.note_ranks(folder, self.rank.world_size)
+            sharding.note_ranks(folder, self.rank.world_size)
         for script in folder.rglob("*.py"):
             # DeepSpeed adds a conversion script to every checkpoint, but stored data must not contain code.
             script.unlink(missing_ok=True)
@@ -457,17 +458,10 @@ class TrainingEngine:
             scratch: An unused path for a conversion, which is made once on each host and removed.
 
         Raises:
-            ConfigError: Another number of ranks saved it, and `allow_other_ranks` is not set.
             CorruptArtifact: There is no usable state (DeepSpeed alone would start from scratch), or a pickle
                 has classes that are not on the list of `distributed.join`. None of them is called.
         """
-        ranks = resharding.noted_ranks(folder)
-        if ranks != self.rank.world_size and not self._allow_other_ranks:
-            raise ConfigError(
-                f"deepspeed.ranks: the checkpoint to continue from was written by {ranks} rank(s); got"
-                f" {self.rank.world_size}; use {ranks}, or set allow_other_ranks=true next to it to convert"
-                " the checkpoint"
-            )
+        ranks = sharding.noted_ranks(folder)
         try:
             path, client = self._load_state(folder, scratch, ranks)
         except pickle.UnpicklingError as error:
@@ -489,7 +483,7 @@ class TrainingEngine:
 
         Returns (path or None, client state).
         """
-        if ranks == self.rank.world_size or not resharding.is_sharded(folder / _TAG):
+        if ranks == self.rank.world_size or not sharding.is_sharded(folder / _TAG):
             loaded = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
         else:
             log.warning(
@@ -497,11 +491,11 @@ class TrainingEngine:
                 ranks,
                 self.rank.world_size,
             )
-            converts = resharding.is_first(scratch)
+            converts = sharding.is_first(scratch)
             if converts:
-                resharding.convert(folder / _TAG, scratch / _TAG)
+                sharding.convert(folder / _TAG, scratch / _TAG)
             dist.barrier()
-            with resharding.loading_universal(self.engine):
+            with sharding.loading_universal(self.engine):
                 loaded = self.engine.load_checkpoint(str(scratch), tag=_TAG)
             dist.barrier()
             if converts:
@@ -515,49 +509,9 @@ class TrainingEngine:
         return [copy for copy in (self._average, self._best) if copy is not None]
 
 
-def deepspeed_config(
-    config: DeepSpeedConfig, *, trained: int, clip: float | None, overlap: bool = False
-) -> dict[str, Any]:
-    """Return DeepSpeed's own configuration.
-
-    Args:
-        config: Precision and sharding.
-        trained: Number of trained parameters.
-        clip: Maximum norm of a gradient; None for a frozen model.
-        overlap: Reduce gradients while the backward pass computes, with ZeRO 2 and 3. DeepSpeed cannot do it
-            with ZeRO 1 where every backward pass may be the last of a step.
-    """
-    # Without an optimizer only ZeRO-3 has an effect: it shards the parameters.
-    stage = config.zero_stage if clip is not None or config.zero_stage == 3 else 0
-    ds: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # every `step` is a boundary
-        "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip or 0.0,
-        "steps_per_print": 10**9,
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": overlap and stage >= 2,
-            # The whole buffer is allocated, and adapters have far fewer parameters than the default of 5e8.
-            "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
-            "zero_hpz_partition_size": config.hpz if stage == 3 else 1,
-        },
-        "zero_force_ds_cpu_optimizer": False,  # otherwise offloading needs an optimizer of DeepSpeed
-    }
-    if config.offload != "none" and stage > 0:
-        ds["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if config.offload == "all" and stage == 3:
-        ds["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-    if config.dtype != "float32":
-        ds["bf16" if config.dtype == "bfloat16" else "fp16"] = {"enabled": True}
-    if config.grad_accum_dtype is not None and config.dtype != "float32":
-        ds["data_types"] = {"grad_accum_dtype": "fp32"}
-    return ds
-
-
 def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     groups = _decay_groups(module, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=ADAM_EPS, fused=True)
 
 
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

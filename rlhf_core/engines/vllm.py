@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
-from rlhf_core.config.engine import EngineConfig, engine_rank
+from rlhf_core.config.ppo_sections import EngineConfig, engine_rank
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, WeightSyncError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat

@@ -118,6 +118,7 @@ class WeightAverage(WeightCopy):
     @torch.no_grad()
     def update(self) -> None:
         for name, shard in self._shards.items():
+            # In float32: in bfloat16, a step of the average is smaller than its rounding.
             shard.lerp_(_local(self._parameters[name]).float(), 1.0 - self._decay)
 
 

@@ -69,7 +69,7 @@ class HeldOutEvaluation:
         return {"sft_scores": self._sft_scores}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sft_scores = [float(score) for score in state["sft_scores"]]
+        self._sft_scores = list(map(float, state["sft_scores"]))
 
     def evaluate(self, version: int) -> HeldOutResult:
         """Evaluate policy `version`, which the engines hold.
@@ -81,6 +81,7 @@ class HeldOutEvaluation:
         self._fleet.turns.train()
         columns, texts, usage = self._measure(batch)
         scores = columns.get("judge", columns["score"])
+        # Before the first step, the policy is the SFT model.
         if version == 0:
             self._sft_scores = scores
         metrics = {f"eval/{name}": value for name, value in _means(columns).items()}
@@ -117,8 +118,8 @@ class HeldOutEvaluation:
         total = weighted_sum(ppo.rewards, rewards.by_source, len(batch), ppo.score_clip, normalized=False)
         columns = {
             "score": shaped_scores(batch.lengths_B, batch.finished_B, total, ppo).tolist(),
-            "length": [float(length) for length in batch.lengths_B],
-            "eos_rate": [float(finished) for finished in batch.finished_B],
+            "length": list(map(float, batch.lengths_B)),
+            "eos_rate": list(map(float, batch.finished_B)),
         }
         for name, values in rewards.by_source.items():
             columns[f"rewards/{name}"] = list(values)

@@ -62,6 +62,7 @@ class LanguageModelJudge:
         self._settings = settings
         self._rubric = rubric_text(settings.rubric)
         digest = hashlib.sha256(self._rubric.encode()).hexdigest()
+        # The key of the stage has the digest of what the judge read when the run began.
         if context.sources.get(RUBRIC, digest) != digest:
             raise ConfigError(f"{RUBRIC}: {settings.rubric} was changed after the run began; run again")
         if FOLDER in context.sources and model_digest(str(settings.path), None) != context.sources[FOLDER]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.register import PolicyStage
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
@@ -43,8 +43,8 @@ from rlhf_core.evaluation.statistics import (
 )
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
-from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.record.schema import PREFERENCE, REWARD
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
 from rlhf_core.types import ArtifactRef, Nodes, PromptExample, RewardInput, StageContext
@@ -155,7 +155,7 @@ def _untrained_prompts(
     unique = {prompt.prompt_id: prompt for prompt in prompts_of_evaluation(config, held_out, untrained)}
     if not unique:
         raise MatchSkipped("no held-out prompt is left that neither policy was trained on")
-    groups = {group_of(prompt) for prompt in unique.values()}
+    groups = set(map(group_of, unique.values()))
     # Before anything is sampled: a match whose outcome is known would spend its level.
     if len(groups) < config.register_.min_prompts:
         left = " that neither policy was trained on" if len(untrained) < len(held_out) else ""
@@ -200,6 +200,7 @@ def _load_champion(
         # By the settings of its own run, which decide whether its adapter is loaded separately.
         files = files_made_with(made, trained_by, folder, lambda: registered.fetch("sft"))
         own_judge = tags.get("eval.judge", "")
+        # Versions of earlier releases have no tag with their judge.
         stage = scoring.MODEL_STAGES.get(own_judge or judge)
         reward = None
         if stage is not None and not _is_own_model(context, tags, stage, judge):

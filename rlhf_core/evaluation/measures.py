@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlhf_core.config.data import never_ends
-from rlhf_core.config.register import POLICIES, PolicyStage
+from rlhf_core.config.evaluate import POLICIES, PolicyStage
 from rlhf_core.errors import CorruptArtifact
 
 MODELS = ("sft", "ppo", "dpo")

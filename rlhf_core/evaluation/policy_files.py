@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import Section
 from rlhf_core.config.consistency import evaluates_adapter
-from rlhf_core.config.engine import EngineConfig, WeightSyncConfig
+from rlhf_core.config.evaluate import POLICIES, PolicyStage, SampledStage
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.register import POLICIES, PolicyStage, SampledStage
+from rlhf_core.config.ppo_sections import EngineConfig, WeightSyncConfig
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.pipeline import StageName
@@ -134,9 +134,9 @@ def _settings(default: _S, section: Mapping[str, Any], kinds: Mapping[str, type[
 
 def _of_any_release(kind: type[Section], values: Mapping[str, Any]) -> Section:
     """Return a section without the fields that this release does not have any more."""
-    known = {name: value for name, value in values.items() if name in kind.model_fields}
+    # A champion can be older than the removal of a field.
     # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
-    return kind.model_validate_json(json.dumps(known))
+    return kind.model_validate_json(json.dumps(values), extra="ignore")
 
 
 def adapter_rank(folder: Path) -> int:

@@ -94,7 +94,8 @@ class TrainedPrompts:
                 ids.update(prompt_id_and_group)
             for example in load_sft(folder, "train"):
                 ids.add(example.group)
-                tokens.update(_digest(prompt) for prompt in sft_prompts(example))
+                tokens.update(map(_digest, sft_prompts(example)))
+        # Earlier versions stored no group with demonstrations, which is read as "".
         return cls(frozenset(ids - {""}), frozenset(tokens))
 
     def __contains__(self, prompt: PromptExample) -> bool:

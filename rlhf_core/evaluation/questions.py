@@ -115,7 +115,7 @@ def judged(letters: Sequence[tuple[str | None, str | None] | None]) -> Judged:
     decided = firsts + seconds
     return Judged(
         tuple(preferences),
-        inconsistent / len(letters) if letters else 0.0,
+        inconsistent / max(1, len(letters)),
         firsts / decided if decided else 0.5,
         unparsed,
     )

@@ -171,6 +171,7 @@ def logprobs_of_rank(
 
 
 def _distribution(rank: Rank, trained: DeepSpeedConfig, dtype: str) -> DeepSpeedConfig:
+    # Other stages shard what only training has: gradients and the optimizer.
     stage = 3 if trained.zero_stage == 3 and rank.world_size > 1 else 0
     return DeepSpeedConfig.model_validate({"ranks": rank.world_size, "zero_stage": stage, "dtype": dtype})
 
@@ -189,7 +190,7 @@ def _batches(
 ) -> Batches:
     """Return the micro-batches of this rank, as many as on every other rank."""
     from rlhf_core.engines.distributed import all_ranks_pack
-    from rlhf_core.models.packing import plan_ranks
+    from rlhf_core.models.batching import plan_ranks
     from rlhf_core.models.scoring import Batches
 
     pack = all_ranks_pack(model, False, rank, "evaluate")

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rlhf_core.evaluation.prompts import TrainedPrompts
 from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.statistics import units
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import source_name
 from rlhf_core.types import RewardInput, StageContext
 
@@ -65,10 +66,8 @@ def prepare_sets(config: PipelineConfig, context: StageContext) -> Sets:
 
 def load_sets(config: PipelineConfig, evaluation: Path) -> Sets:
     """Return the prompts in an artifact of the evaluation."""
-    return {
-        each.name: load_prompts(evaluation / _FOLDER / each.name, "eval")
-        for each in config.evaluate.regression
-    }
+    names = [each.name for each in config.evaluate.regression]
+    return {name: load_prompts(evaluation / _FOLDER / name, "eval") for name in names}
 
 
 def compare_on_sets(
@@ -98,7 +97,7 @@ def compare_on_sets(
         field, name = f"evaluate.regression.{index}.reward", source_name(each.reward)
         digests = {name: code[field]} if field in code else {}
         # In one call, because a Python function may compare the responses of its batch.
-        samples = [answer for of_model in responses.values() for answer in of_model[each.name]]
+        samples = list(chain.from_iterable(by_set[each.name] for by_set in responses.values()))
         scores = score_rules(config, (each.reward,), samples, digests).by_source[name]
         record.note("score", samples, scores)
         values = {model: scores[n * count : (n + 1) * count] for n, model in enumerate(responses)}

@@ -134,9 +134,8 @@ def render(report: Report) -> str:
 
 def with_outcome(document: str, outcome: Sequence[tuple[str, str]]) -> str:
     """Return a report with names and values that were decided after it, in place of `_PENDING`."""
-    facts = [
-        Markup("<span>{} <b>{}</b></span>").format(_visible(name), _visible(value)) for name, value in outcome
-    ]
+    fact = Markup("<span>{} <b>{}</b></span>")
+    facts = [fact.format(_visible(name), _visible(value)) for name, value in outcome]
     return document.replace(_PENDING, "\n".join(facts), 1) if facts else document
 
 

@@ -2,6 +2,9 @@
 
 The samples of an evaluation or of a match, or answers of the stage `sample`, are shown in a random order,
 each pair with its two answers in a random order, which only the reader of the votes can undo.
+
+answers.jsonl   all answers of the stage `sample`, for people and for other tools:
+                {"prompt_id", "prompt", "answers": [{"text", "score", "usable"}, ...]}
 """
 
 from __future__ import annotations
@@ -10,20 +13,23 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rlhf_core.config.register import PolicyStage
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.measures import flat_name
 from rlhf_core.evaluation.statistics import win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, voters
 from rlhf_core.seeds import derive_seed
+from rlhf_core.system.files import write_jsonl
 
 Opponent = Literal["sft", "champion", "sample"]
 """Who wrote the other answer. `sample`: the policy as well, in the stage `sample`."""
+ANSWERS = "answers.jsonl"
+"""Name of the file in the artifact of the stage `sample`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def load_blind_pairs(file: Path, opponent: Opponent, policy: PolicyStage = "ppo"
     """
     content = file.read_bytes()
     try:
-        samples = [json.loads(line) for line in content.decode().splitlines()]
+        samples = list(map(json.loads, content.decode().splitlines()))
     except ValueError as error:
         raise CorruptArtifact(f"{file} cannot be read ({error}); run the evaluation again") from error
     named: str = policy
@@ -186,3 +192,50 @@ def votes_by_pair(
                 # By identity, because a pair contains a dict and has no hash.
                 by_pair.setdefault(id(vote.pair), {})[keys[file.digest]] = vote.preference
     return by_pair
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """One answer of the policy."""
+
+    text: str
+    score: float | None
+    """Score by `sample.judge`; None if it has none."""
+    usable: bool
+    """Whether it can be a row of data: it ended with EOS, has a score, and its text is valid."""
+
+
+@dataclass(frozen=True)
+class AnswersToPrompt:
+    """The answers to one training prompt."""
+
+    prompt_id: str
+    prompt: str
+    answers: tuple[SampledAnswer, ...]
+
+    @property
+    def different(self) -> list[SampledAnswer]:
+        """The usable answers with different texts; of equal ones the first."""
+        by_text: dict[str, SampledAnswer] = {}
+        for answer in self.answers:
+            if answer.usable:
+                by_text.setdefault(answer.text, answer)
+        return list(by_text.values())
+
+
+def write_answers(folder: Path, prompts: Iterable[AnswersToPrompt]) -> None:
+    """Write the answers to (n,) prompts into `folder`."""
+    write_jsonl(folder / ANSWERS, map(asdict, prompts))
+
+
+def read_answers(file: Path) -> list[AnswersToPrompt]:
+    """Return the answers to each prompt. Raises CorruptArtifact."""
+    try:
+        found = []
+        for line in file.read_bytes().decode().splitlines():
+            row = json.loads(line)
+            answers = tuple(SampledAnswer(**answer) for answer in row["answers"])
+            found.append(AnswersToPrompt(row["prompt_id"], row["prompt"], answers))
+        return found
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(f"{file} cannot be read ({error}); run the stage sample again") from error

@@ -2,6 +2,10 @@
 
 Only one model is in memory at a time: in this process, or on the ranks of `evaluate.ranks`
 (`evaluation.rank_scoring`).
+
+Scores with exchanged prompts show how much a score depends on the prompt: every item is scored against the
+prompt of another item. If a policy or a reward model uses its prompts, the result is lower. If it does not,
+or if a bug assigns responses to the wrong prompts, there is no difference.
 """
 
 from __future__ import annotations
@@ -10,30 +14,38 @@ import gc
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.cluster.ranks import needs_actors
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.keys import result_settings
-from rlhf_core.config.register import PolicyStage
 from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, ModelReward
 from rlhf_core.data.synthetic import VERSION, parse_prompt
 from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.rank_scoring import logprobs_of_rank, on_ranks, scores_of_rank
+from rlhf_core.evaluation.summary import ByModel, Intervals
 from rlhf_core.pipeline import StageName
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.system.home import Home
-from rlhf_core.types import ArtifactRef, PromptAndResponse, PromptExample, RewardInput, StageContext
+from rlhf_core.types import (
+    ArtifactRef,
+    PairExample,
+    PromptAndResponse,
+    PromptExample,
+    RewardInput,
+    StageContext,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 MODEL_STAGES: dict[str, StageName] = {"judge_model": "judge", "reward_model": "reward"}
 """Measures that are scores of a trained model, with the stage of the model."""
@@ -191,7 +203,7 @@ def score_as_ppo(
 
 def score_gold(samples: Sequence[RewardInput]) -> list[float]:
     """Return the (n,) true rewards of the synthetic task."""
-    return [gold(sample) for sample in samples]
+    return list(map(gold, samples))
 
 
 @dataclass(frozen=True)
@@ -343,3 +355,58 @@ def _free(device: str) -> None:
         import torch
 
         torch.cuda.empty_cache()
+
+
+def exchange(prompts: Sequence[str]) -> list[int] | None:
+    """Return for each item the index of the item whose prompt it gets, (n,): a permutation, the same on every
+    call.
+
+    No item gets a prompt equal to its own. Returns None if that is impossible, because more than half of the
+    items have the same prompt.
+    """
+    count = len(prompts)
+    if count < 2:
+        return None
+    largest = Counter(prompts).most_common(1)[0][1]
+    if 2 * largest > count:
+        return None
+    # Equal prompts are adjacent, and the order is otherwise arbitrary. In alphabetical order, neighbours
+    # would be similar.
+    order = sorted(range(count), key=lambda i: (hashlib.sha256(prompts[i].encode()).digest(), i))
+    partner = [0] * count
+    for position, item in enumerate(order):
+        # A shift by the size of the largest group leaves every group of equal prompts.
+        partner[item] = order[(position + largest) % count]
+    return partner
+
+
+def exchange_pairs(pairs: Sequence[PairExample]) -> list[PairExample] | None:
+    """Return the pairs with exchanged prompts, or None if `exchange` returns None."""
+    partner = exchange([pair.prompt for pair in pairs])
+    if partner is None:
+        return None
+    exchanged = []
+    for pair, i in zip(pairs, partner, strict=True):
+        other = pairs[i]
+        exchanged.append(
+            replace(pair, prompt_id=other.prompt_id, prompt=other.prompt, prompt_ids=other.prompt_ids)
+        )
+    return exchanged
+
+
+def exchanged_gold(
+    responses: Mapping[str, Sequence[RewardInput]], interval: Intervals
+) -> dict[str, Any] | None:
+    """Return the mean gold reward of each model with exchanged prompts and its interval. None if `exchange`
+    returns None.
+    """
+    by_model: ByModel = {}
+    for model, samples in responses.items():
+        partner = exchange([sample.prompt for sample in samples])
+        if partner is None:
+            return None
+        exchanged = []
+        for sample, i in zip(samples, partner, strict=True):
+            exchanged.append(replace(sample, prompt=samples[i].prompt))
+        by_model[model] = score_gold(exchanged)
+    return interval.by_model("gold_exchanged", by_model, interval.groups(samples))

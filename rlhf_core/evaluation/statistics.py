@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -95,8 +96,8 @@ def bootstrap_mean(
     grouped = by_group(x.tolist(), groups)
     if len(grouped) == 1:
         return Interval(mean, float(x.min()), float(x.max()))
-    sums = np.array([sum(group) for group in grouped])
-    sizes = np.array([len(group) for group in grouped])
+    sums = np.array(list(map(sum, grouped)))
+    sizes = np.array(list(map(len, grouped)))
     rng = np.random.default_rng(seed)
     # In chunks, because all resampled values at once would need resamples x n x 8 bytes. The generator gives
     # the same indices for any chunk size.
@@ -106,6 +107,7 @@ def bootstrap_mean(
         indices = rng.integers(0, sums.size, (min(rows, resamples - done), sums.size))
         chunks.append(sums[indices].sum(axis=1) / sizes[indices].sum(axis=1))
     low, high = np.quantile(np.concatenate(chunks), [(1 - confidence) / 2, (1 + confidence) / 2])
+    # The bootstrap takes no account of how few groups there are: they have fewer degrees of freedom.
     if sums.size < x.size:
         wider = widening(x.size, sums.size, confidence)
         low = max(mean - (mean - low) * wider, x.min())
@@ -300,7 +302,7 @@ class Comparison:
     @property
     def group_preferences(self) -> list[float]:
         """Mean preference of each group, in the order of the prompts."""
-        return [fmean(group) for group in by_group(self.preferences, self.groups)]
+        return list(map(fmean, by_group(self.preferences, self.groups)))
 
     @property
     def verdicts(self) -> Verdicts:
@@ -385,6 +387,7 @@ def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
     size, as in MATTR (Covington and McFall 2010). It is 0 if a group has no n-grams.
     """
     grams = {name: _n_grams(texts, n) for name, texts in groups.items()}
+    # The ratio falls with the length, so all models are measured on as many n-grams.
     size = min(map(len, grams.values()))
     if size == 0:
         return dict.fromkeys(grams, 0.0)
@@ -394,7 +397,7 @@ def distinct_n(groups: Mapping[str, Sequence[str]], n: int) -> dict[str, float]:
 def _n_grams(texts: Sequence[str], n: int) -> list[tuple[str, ...]]:
     grams = []
     for text in texts:
-        words = [unit for piece in text.casefold().split() for unit in word_units(piece)]
+        words = list(chain.from_iterable(map(word_units, text.casefold().split())))
         grams += [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
     return grams
 

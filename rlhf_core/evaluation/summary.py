@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from rlhf_core.config import PipelineConfig
@@ -92,7 +93,10 @@ def without_masked(
 
 def select(columns: Mapping[str, Sequence[T]], indices: Sequence[int]) -> dict[str, list[T]]:
     """Return the values with these indices of each column."""
-    return {name: [values[i] for i in indices] for name, values in columns.items()}
+    selected = {}
+    for name, values in columns.items():
+        selected[name] = [values[i] for i in indices]
+    return selected
 
 
 def answers(responses: Mapping[str, list[RewardInput]], measured: Measured) -> dict[str, list[Answer]]:
@@ -120,7 +124,7 @@ class Intervals:
 
     def __init__(self, config: PipelineConfig, *sets: Iterable[PromptExample | PairExample]) -> None:
         self._config = config
-        self._groups = {example.prompt_id: group_of(example) for each in sets for example in each}
+        self._groups = {example.prompt_id: group_of(example) for example in chain.from_iterable(sets)}
 
     @property
     def confidence(self) -> float:
@@ -289,9 +293,9 @@ def _numbers(
         lengths[model] = _lengths(samples)
         ended[model] = [float(sample.finished) for sample in samples]
         eos_rate[model] = sum(sample.finished for sample in samples) / len(samples)
-    measures = {
-        name: interval.by_model(name, by_model, groups) for name, by_model in measured.measures.items()
-    }
+    measures = {}
+    for name, by_model in measured.measures.items():
+        measures[name] = interval.by_model(name, by_model, groups)
     rules = {}
     for name, by_model in measured.rules.items():
         indices = _without_nan(by_model)
@@ -448,11 +452,12 @@ def notable_rows(
         "Fell most from SFT": sorted((i for i in known if change[i] < 0), key=lambda i: change[i]),
         "Rose most from SFT": sorted((i for i in known if change[i] > 0), key=lambda i: -change[i]),
     }
-    return {
-        f"{title} ({measure.replace('_', ' ')})": sample_rows(answers, comparisons, indices[:count])
-        for title, indices in chosen.items()
-        if indices
-    }
+    rows = {}
+    for title, indices in chosen.items():
+        if indices:
+            title += f" ({measure.replace('_', ' ')})"
+            rows[title] = sample_rows(answers, comparisons, indices[:count])
+    return rows
 
 
 def answered_prompts(

@@ -15,8 +15,8 @@ from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.executors.base import TEMPLATES
 from rlhf_core.pipeline import STAGES
+from rlhf_core.system.files import shipped
 from rlhf_core.system.machine import machine
-from rlhf_core.system.shipped import shipped
 
 
 def check_executors(config: PipelineConfig) -> Iterator[Finding]:
@@ -38,6 +38,7 @@ def check_executors(config: PipelineConfig) -> Iterator[Finding]:
             f"tracking.uri (or MLFLOW_TRACKING_URI): with {where} must be a server that every host reaches;"
             " got none; start one (`mlflow server`)"
         )
+    # Only a warning, because a folder that every host mounts cannot be told from here.
     elif uri.startswith("sqlite:"):
         yield (
             f"tracking.uri is a file, {shown(uri, limit=200)}: with {where}, every host must mount its folder"

@@ -1,17 +1,28 @@
 """Runs one stage in a child process and ends all processes of the stage.
 
 run_child      starts `python -m rlhf_core.run SPEC` in a session of its own, output into a log file, or takes
-               one that was started before and waits (rlhf_core/run/next_stage.py)
+               one that was started before and waits (`NextStage`)
 events         JSON lines over a pipe: progress to `on_event`, then a result or an error record
 waits          bounded by `timeout`; a child that ends without a result is a `StageFailed` that quotes its log
 finally        SIGTERM to the child's reaper (rlhf_core/run/reaper.py), which stops the stage within 20 s and
                ends all its processes, also when the flow is cancelled (Prefect's TerminationSignal) or
                interrupted (Ctrl-C)
+
+The process of the next stage starts while the present stage runs (`NextStage`):
+
+    stage n makes progress   prepare   a process imports what stage n + 1 needs, then waits for its spec
+    stage n + 1 begins       take      the same process, or None if a new one would not be like it
+    the run ends             close     ends a process that nobody has taken
+
+Imports take most of the time of a short stage: torch, transformers, DeepSpeed, Ray and vLLM. A process that
+waits has decided nothing: it has no inputs, no lease and no MLflow run. Like every stage it has a reaper, so
+that it ends with the process of the flow in every case.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import select
@@ -23,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, StageTimedOut
 from rlhf_core.executors.events import (
@@ -35,9 +47,12 @@ from rlhf_core.executors.events import (
     parse,
 )
 from rlhf_core.executors.spec import StageSpec
+from rlhf_core.pipeline import StageName
 from rlhf_core.system.files import read_end
-from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import launch, python_module
 from rlhf_core.types import ArtifactRef
+
+log = logging.getLogger(__name__)
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -317,3 +332,101 @@ def log_reference(log_file: Path) -> str:
     """Return the end of an error message, with the path of a log and `log_excerpt`."""
     excerpt = log_excerpt(log_file)
     return f"; log: {log_file}" + (f"; end of the log: {excerpt}" if excerpt else "")
+
+
+# -- the process of the next stage --
+
+_SOURCES = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Everything that decides what a waiting process has imported."""
+
+    stage: StageName
+    config: PipelineConfig
+    environment: Mapping[str, str]
+    sources: Mapping[str, tuple[int, int]]
+
+
+class NextStage:
+    """At most one process that waits for the spec of a stage.
+
+    The kernel ends it with the thread that has called `prepare`.
+    """
+
+    def __init__(self, start: Callable[..., StageProcess] = start_child, sources: Path = _SOURCES) -> None:
+        """No process yet.
+
+        Args:
+            start: Starts a process, as `start_child` does.
+            sources: Folder of the source code that a process imports.
+        """
+        self._start = start
+        self._sources = sources
+        self._process: StageProcess | None = None
+        self._origin: _Origin | None = None
+
+    @property
+    def stage(self) -> StageName | None:
+        """The stage that was prepared last, unless its process has been taken."""
+        return None if self._origin is None else self._origin.stage
+
+    def prepare(
+        self, stage: StageName, config: PipelineConfig, environment: Mapping[str, str], log_file: Path
+    ) -> None:
+        """Start a process for `stage` in place of any other. A failure is only logged: nothing depends on it.
+
+        Args:
+            stage: Name of the stage.
+            config: The configuration.
+            environment: The whole environment of the process.
+            log_file: File for its output. It is removed again if the process is not used.
+        """
+        self.close()
+        self._origin = _Origin(stage, config, dict(environment), _modification_times(self._sources))
+        try:
+            self._process = self._start(StageSpec(stage, "", config), log_file, environment, waits=True)
+        except OSError as error:
+            # `_origin` stays, so that `prepare_next` does not try again at each progress.
+            log.info("the process of stage %s starts later: %s", stage, error)
+            for file in (log_file, log_file.with_suffix(".json")):
+                file.unlink(missing_ok=True)
+
+    def take(
+        self, stage: StageName, config: PipelineConfig, environment: Mapping[str, str]
+    ) -> StageProcess | None:
+        """Return the process that waits for `stage`, which is the caller's from now on.
+
+        None if there is none, if it has died, or if configuration, environment or source code have changed
+        since it was started.
+        """
+        process = self._process
+        if process is None or self.stage != stage:
+            return None
+        same = self._origin == _Origin(stage, config, dict(environment), _modification_times(self._sources))
+        if not same or not process.is_alive():
+            self.close()
+            return None
+        self._process = self._origin = None
+        return process
+
+    def close(self) -> None:
+        """End the process, and remove its log."""
+        process = self._process
+        if process is None:
+            return
+        self._process = self._origin = None
+        process.kill()
+        process.log_file.unlink(missing_ok=True)
+        process.spec_file.unlink(missing_ok=True)
+
+
+def _modification_times(sources: Path) -> dict[str, tuple[int, int]]:
+    """Return time of modification and size of each source file below `sources`."""
+    times = {}
+    for file in sources.rglob("*.py"):
+        with contextlib.suppress(OSError):  # removed in the meantime, or a link of an editor to nothing
+            status = file.stat()
+            times[str(file)] = (status.st_mtime_ns, status.st_size)
+    return times

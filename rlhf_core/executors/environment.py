@@ -37,6 +37,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     # Not os.cpu_count(): a container or `taskset` can allow fewer cores than the host has.
     threads = str(config.run.threads or machine().cores())
     child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
+    # Over the variables of the user: numbers depend on these.
     child |= STAGE_PROCESS
     child |= past_proxies(environ)
     child |= dict.fromkeys(THREAD_VARIABLES, threads)

@@ -89,6 +89,7 @@ class JobFiles:
         name = f"rlhf-{spec.stage}-{secrets.token_hex(6)}-{self.number}"
         submission = Submission(spec, name, executor, seconds, environment, time.time())
         content = _FORMAT.dump_json(submission, by_alias=True)
+        # Of two flows with the same stage, one submits the job, and the other one follows it.
         return self._store.put_if_absent(f"{self.folder}/spec.json", content)
 
     @property

@@ -23,7 +23,7 @@ from kubernetes.config.config_exception import ConfigException
 
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import TEMPLATES, Job, JobState, JobStatus
-from rlhf_core.system.shipped import shipped
+from rlhf_core.system.files import shipped
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"

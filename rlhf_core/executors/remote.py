@@ -72,7 +72,7 @@ def main(store_url: str, stage_key: str, number: str, endpoint: str = "") -> int
             log.exception("the job failed")
             reporter.send(error_event(error))
             return RLHFError.exit_code
-        except BaseException:
+        except (SystemExit, KeyboardInterrupt):
             reporter.send(error_event(StageFailed("the job was asked to stop, or evicted")))
             return EXIT_STOPPED
         reporter.send({"event": "result", "artifact": ref.to_json()})

@@ -15,8 +15,7 @@ from pathlib import Path
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.base import TEMPLATES, Job, JobState, JobStatus
-from rlhf_core.system.files import read_end
-from rlhf_core.system.shipped import shipped
+from rlhf_core.system.files import read_end, shipped
 
 _COMMAND_SECONDS = 60.0
 _LOG_BYTES = 2**16
@@ -43,7 +42,7 @@ _TEMPORARY = (
 """In messages of a controller that is down, busy or changing places with its backup."""
 _FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
 """Prefixes of variables that hide jobs of other partitions, users or states from these commands."""
-_OF_THE_USER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+_OF_THE_USER = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"}
 
 
 class SlurmJobs:
@@ -168,11 +167,8 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     A flow can itself be in a job of Slurm. A job that it submits would inherit that job's `SLURM_` variables,
     and `srun` takes options from them, such as the binding to cores of a small job.
     """
-    return {
-        name: value
-        for name, value in variables.items()
-        if name in _OF_THE_USER or not name.startswith(("SLURM_", *_FILTERS))
-    }
+    of_a_job = {name for name in variables if name.startswith(("SLURM_", *_FILTERS))}
+    return {name: value for name, value in variables.items() if name not in of_a_job - _OF_THE_USER}
 
 
 def _status(line: str) -> JobStatus:

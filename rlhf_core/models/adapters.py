@@ -67,9 +67,10 @@ def check_targets(lm: Any, config: PipelineConfig) -> None:
 
 
 def _targets(lm: Any, lora: LoraConfig, section: str = "") -> tuple[str, ...]:
-    linear = {
-        name.rsplit(".", 1)[-1] for name, part in lm.model.named_modules() if isinstance(part, nn.Linear)
-    }
+    linear = set()
+    for name, part in lm.model.named_modules():
+        if isinstance(part, nn.Linear):
+            linear.add(name.rpartition(".")[2])
     wrong = sorted(set(lora.targets or ()) - linear)
     if wrong:
         raise ModelError(
@@ -87,6 +88,7 @@ def _peft_config(lm: Any, lora: LoraConfig) -> Any:
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=list(lora.targets or ()),
+        # PEFT freezes everything else, and a score head has to be trained as a whole.
         modules_to_save=[_HEAD] if hasattr(lm, _HEAD) else None,
         task_type="SEQ_CLS" if hasattr(lm, _HEAD) else "CAUSAL_LM",
     )
@@ -231,8 +233,8 @@ def adapter_config(
     """Return the content of `adapter_config.json`."""
     config = _peft_config(lm, lora)
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
-    # PEFT keeps the targets in a set, which has no order.
-    plain = {
-        name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()
-    }
-    return dict(sorted(plain.items()))
+    content = dict(sorted(config.to_dict().items()))
+    for name, value in content.items():
+        if isinstance(value, set):
+            content[name] = sorted(value)  # PEFT keeps the targets in a set, which has no order
+    return content

@@ -48,6 +48,7 @@ def package_problems(model: str, settings: Mapping[str, Any], config: PipelineCo
     the engines run here.
     """
     name = causal_class(str(text_settings(settings).get("model_type")))
+    # Engines on other hosts have the packages of those hosts.
     if config.run.executor != "local" or os.environ.get("RAY_ADDRESS") or name is None:
         return
     if needs_torchvision(name) and not machine().has_package("torchvision"):
@@ -164,6 +165,7 @@ def engine_changes_classes(folder: Path) -> bool:
     settings = read_json_object(file) if file.is_file() else {}
     model_type = str(settings.get("model_type"))
     names = settings.get("architectures")
+    # vLLM takes the class that the folder names, before that of the model type.
     name = names[0] if isinstance(names, list) and names else causal_class(model_type)
     return name is not None and engine_backend(str(name), model_type) != "vllm"
 

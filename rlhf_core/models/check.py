@@ -257,10 +257,9 @@ def check_tensor_parallel(config: PipelineConfig) -> Iterator[Finding]:
 def check_adapters(config: PipelineConfig) -> Iterator[Finding]:
     """Check that the model has the targets of each adapter, and that its quantization is possible."""
     ppo = config.ppo
-    trained: list[tuple[str, LoraConfig | None, list[DeepSpeedConfig]]] = [
-        (section_of(stage), section.lora, [section.deepspeed])
-        for stage, section in config.training_sections.items()
-    ]
+    trained: list[tuple[str, LoraConfig | None, list[DeepSpeedConfig]]] = []
+    for stage, section in config.training_sections.items():
+        trained.append((section_of(stage), section.lora, [section.deepspeed]))
     critic = [ppo.critic_deepspeed] if ppo.uses_critic else []
     if ppo.enabled:
         trained.append(("ppo", ppo.lora, [ppo.policy_deepspeed, *critic]))

@@ -111,6 +111,7 @@ class ModelFolder:
             raise ModelError(f"model.path: {index} has no weight_map; fetch it again")
         names = sorted({str(name) for name in shards.values()})
         for name in names:
+            # The index is untrusted: a name could lead out of the folder, or to a pickle.
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ModelError(
                     f"model.path: {index} names {shown(name)}, but each of its shards must be a"
@@ -193,6 +194,7 @@ class ModelFolder:
         names = set()
         for tensor, entry in self.tensors.items():
             parts = tensor.split(".")
+            # Norms have vectors, and names without a number are outside of the layers.
             if len(entry["shape"]) == 2 and len(parts) > 2 and any(part.isdigit() for part in parts):
                 names.add(parts[-2])
         return names
@@ -238,6 +240,7 @@ def read_header(file: Path) -> dict[str, Any]:
         raise BadHeader(f"cannot be read ({error.strerror})") from error
     if start.startswith(LFS_POINTER):
         raise BadHeader("is a Git LFS pointer, not weights")
+    # A server may answer a download with a page about an error or a login.
     if start.lstrip()[:1] == b"<":
         raise BadHeader("is not safetensors (it looks like HTML)")
     from safetensors import SafetensorError, safe_open
@@ -245,10 +248,11 @@ def read_header(file: Path) -> dict[str, Any]:
     opened: Any
     try:
         with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: {"dtype": part.get_dtype(), "shape": part.get_shape()} for name, part in slices.items()
-            }
+            found = {}
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                found[name] = {"dtype": part.get_dtype(), "shape": part.get_shape()}
+            return found
     except (SafetensorError, OSError) as error:
         raise BadHeader(f"is not safetensors, cut short or damaged ({error})") from error
 

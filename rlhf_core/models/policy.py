@@ -75,13 +75,15 @@ class Policy(nn.Module):
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
+        # A row of logits has the size of the vocabulary, so that the limit is one of memory.
         rows = max(1, self._head_chunk // self.lm.config.get_text_config().vocab_size)
         parts = self._parts(len(hidden_NH), rows)
         if parts <= 1:
             return self._of_labels(hidden_NH, batch.labels_N, temperature, with_entropy)
         # Slices beyond the end are empty, where another rank has more parts.
-        outputs = [
-            checkpoint(
+        outputs = []
+        for part in range(parts):
+            output = checkpoint(
                 self._of_labels,
                 hidden_NH[part * rows : (part + 1) * rows],
                 batch.labels_N[part * rows : (part + 1) * rows],
@@ -91,8 +93,7 @@ class Policy(nn.Module):
                 # The head draws no random numbers.
                 preserve_rng_state=False,
             )
-            for part in range(parts)
-        ]
+            outputs.append(output)
         entropy = torch.cat([output.entropy_N for output in outputs]) if with_entropy else None
         return TokenOutputs(torch.cat([output.logprobs_N for output in outputs]), entropy)
 

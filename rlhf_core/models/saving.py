@@ -56,10 +56,10 @@ def save_model(lm: Any, folder: Path, weights: WeightStream | None, file_size: s
     split = split_torch_state_dict_into_shards(
         layout, filename_pattern="model{suffix}.safetensors", max_shard_size=file_size
     )
-    files = {
-        file: _SafetensorsFile(folder / file, {name: layout[name] for name in names})
-        for file, names in split.filename_to_tensors.items()
-    }
+    files = {}
+    for file_name, names in split.filename_to_tensors.items():
+        own = {name: layout[name] for name in names}
+        files[file_name] = _SafetensorsFile(folder / file_name, own)
     try:
         for values in weights.groups:
             heartbeat("save the model")
@@ -96,6 +96,7 @@ def unquantized(lm: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         shell = type(lm)(config).to(dtype)
     if hasattr(lm, "generation_config"):
+        # `type(lm)(config)` makes a new one from the configuration, without what the folder had.
         shell.generation_config = lm.generation_config
     return shell
 

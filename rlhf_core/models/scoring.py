@@ -1,6 +1,6 @@
 """Log-probabilities, values and scores of whole lists of sequences, without gradients.
 
-A list is cut into micro-batches first (`models.packing`); results come back in the order of the list, as CPU
+A list is cut into micro-batches first (`models.batching`); results come back in the order of the list, as CPU
 tensors.
 
 Axes: `T` response tokens of one sequence.
@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.models.batching import TokenBatch, TokenSequence, collate
-from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.batching import TokenBatch, TokenSequence, collate, plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel, ScoreStatistics
 from rlhf_core.system.heartbeat import heartbeat

@@ -248,7 +248,7 @@ def tiny_shape(tiny: TinyModel) -> ModelShape:
         kv_heads=tiny.heads,
         head_dim=tiny.hidden_size // tiny.heads,
         vocabulary=tiny.vocab_size,
-        tied=tiny.tie_embeddings,
+        tied=True,
     )
 
 

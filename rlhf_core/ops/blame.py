@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -89,11 +90,10 @@ def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
         raise InputError(f"--step: no response of step {step} of {run.name} has a score; choose another step")
     steps_before = [number for number in range(step - BEFORE, step) if number in recording.steps]
     earlier = [_of_step(recording, ppo, number, of) for number in steps_before]
-    rows_before = [row for found, _ in earlier for row in found]
+    rows_before = list(chain.from_iterable(found for found, _ in earlier))
     before = float(np.concatenate([found for _, found in earlier]).mean()) if rows_before else None
     shares = shares_of(values, before or 0.0)
-    artifacts, ref = run.artifact("data")
-    data = artifacts.fetch(ref, weights=False)
+    data = run.data()
     prompts = {prompt.prompt_id: prompt for prompt in load_prompts(data, "train")}
     decode = load_decoder(data)
     responses = []
@@ -127,6 +127,7 @@ def shares_of(values: NDArray[np.float64], before: float) -> NDArray[np.float64]
     [0.8, 0.0, 0.2]
     """
     above = values - before
+    # The mean fell: what is below it is behind the change.
     if above.sum() < 0:
         above = -above
     above = above.clip(0)
@@ -139,6 +140,7 @@ def _of_step(
     """Return the responses with a score that belong to the batch of a step, and the `of` of each."""
     rows = [row for row in recording.rollouts(step).to_pylist() if row["excluded"] != "filtered"]
     values = _values(recording, ppo, rows, step, of)
+    # A response that a failed reward source masks has NaN for its score.
     scored = np.isfinite([row["score"] for row in rows])
     return [row for row, is_scored in zip(rows, scored, strict=True) if is_scored], values[scored]
 
@@ -162,7 +164,8 @@ def _summed(shares: Sequence[tuple[str, float]]) -> dict[str, float]:
 def _values(recording: Recording, ppo: PPOConfig, rows: Rows, step: int, of: Quantity) -> NDArray[np.float64]:
     """Return the `of` of each response."""
     if of == "reward" or of == "kl":
-        return np.array([row["score" if of == "reward" else "kl"] for row in rows], np.float64)
+        name = {"reward": "score", "kl": "kl"}[of]
+        return np.array([row[name] for row in rows], np.float64)
     if of == "value" and not ppo.uses_critic:
         raise InputError(f"--of: this run has no critic; got {of}; use loss")
     advantages, errors = token_values(recording, ppo, rows, step)
@@ -183,31 +186,30 @@ def token_values(
         raise InputError(
             "--of: ppo.advantages is a user's function, whose values are not recorded; use reward or kl"
         )
-    columns = {
-        name: [np.array(row[name], np.float32) for row in rows]
-        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs")
-    }
-    values = [np.array(row["values"], np.float32) for row in rows] if ppo.uses_critic else None
+
+    def column(name: str) -> list[Any]:
+        return [np.array(row[name], np.float32) for row in rows]
+
+    values = column("values") if ppo.uses_critic else None
     ids = [np.array(row["response_ids"], np.int32) for row in rows]
-    zeros = [np.zeros_like(row) for row in columns["old_logprobs"]]
+    old = column("old_logprobs")
+    zeros = list(map(np.zeros_like, old))
     scores_B = torch.tensor([row["score"] for row in rows], dtype=torch.float32)
     of_groups = response_advantages(scores_B, ppo)
     # That of a step is logged with the step before.
     kl_coef = recording.metrics.get(step - 1, {}).get("objective/kl_coef", ppo.kl.coef)
     made, sums = make_rows(
-        ModelRows(
-            ids, columns["rollout_logprobs"], columns["old_logprobs"], zeros, columns["ref_logprobs"], values
-        ),
+        ModelRows(ids, column("rollout_logprobs"), old, zeros, column("ref_logprobs"), values),
         scores_B.numpy(),
         None if of_groups is None else of_groups.numpy(),
         ppo,
         kl_coef,
     )
-    lengths_B = np.array([len(row) for row in ids], np.int32)
+    lengths_B = np.array(list(map(len, ids)), np.int32)
     finished_B = np.array([row["finished"] for row in rows])
     whitening = summarize(sums, scores_B, lengths_B, finished_B, ppo).whitening
     count = range(len(rows))
     advantages = [made.row("advantages", row) for row in count]
     if whitening is not None:
-        advantages = [whitening.apply(row) for row in advantages]
+        advantages = list(map(whitening.apply, advantages))
     return advantages, [made.row("returns", row) - made.row("values", row) for row in count]

@@ -105,9 +105,9 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
     is_whole = all(count.most_of_a_source < rows for count in prepared.counts.values())
     if is_whole:
         warnings += size_warnings(config, prepared.splits)
-    formats = {
-        name: [kind for kind, _ in count.formats.most_common()] for name, count in prepared.counts.items()
-    }
+    formats = {}
+    for name, count in prepared.counts.items():
+        formats[name] = [kind for kind, _ in count.formats.most_common()]
     unused = () if config.trains_on_demonstrations else ("sft",)
     sets = tuple(name for name in SETS if _read(card, name) and name not in unused)
     samples = _samples(prepared, sets)
@@ -127,6 +127,7 @@ def _samples(prepared: Prepared, sets: Sequence[SetName]) -> dict[SetName, list[
         rows = prepared.splits[name]["train"]
         if not rows:
             continue
+        # Sets can share prompts, and the same sample twice shows less.
         item = next((each for each in rows if each.key not in shown), rows[0])
         shown.add(item.key)
         samples[name] = _views(item.example, prepared.encoder.tokenizer)
@@ -144,11 +145,10 @@ def _views(example: SFTExample | PairExample | PromptExample, tokenizer: Any) ->
         return [_parts(example.input_ids, example.loss_mask, tokenizer)]
     if isinstance(example, PromptExample):
         return [_parts(example.input_ids, (0,) * len(example.input_ids), tokenizer)]
-    prompt = example.prompt_ids
-    return [
-        _parts(prompt + ids, (0,) * len(prompt) + (1,) * len(ids), tokenizer)
-        for ids in (example.chosen_ids, example.rejected_ids)
-    ]
+    prompt, views = example.prompt_ids, []
+    for ids in (example.chosen_ids, example.rejected_ids):
+        views.append(_parts(prompt + ids, (0,) * len(prompt) + (1,) * len(ids), tokenizer))
+    return views
 
 
 def _parts(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[Part]:
@@ -163,10 +163,10 @@ def _limited(config: PipelineConfig, rows: int) -> PipelineConfig:
     """Return the configuration with at most `rows` rows of each source."""
     sets: dict[str, Any] = {"min_rows": min(config.data.min_rows, 1)}
     for name in SETS:
-        sources = getattr(config.data, name)
-        sets[name] = tuple(
-            source.model_copy(update={"limit": min(source.limit or rows, rows)}) for source in sources
-        )
+        limited = []
+        for source in getattr(config.data, name):
+            limited.append(source.model_copy(update={"limit": min(source.limit or rows, rows)}))
+        sets[name] = tuple(limited)
     return config.model_copy(update={"data": config.data.model_copy(update=sets)})
 
 
@@ -273,5 +273,8 @@ def _sample(parts: Sequence[Part]) -> Text:
     text = Text()
     for part in parts:
         shown = part.text if len(part.text) <= _SAMPLE_CHARS else f"{part.text[:_SAMPLE_CHARS]} … "
-        text.append(f"⟦{shown}⟧" if part.learned else shown, style="green" if part.learned else "dim")
+        if part.learned:
+            text.append(f"⟦{shown}⟧", style="green")
+        else:
+            text.append(shown, style="dim")
     return text

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError
-from rlhf_core.executors.spec import config_from_json
+from rlhf_core.executors.spec import stored_config
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.state import read_state
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
@@ -61,6 +61,11 @@ class FinishedRun:
                 return artifacts, ref
         raise InputError(f"{address} is not in its store any more; run the configuration again")
 
+    def data(self) -> Path:
+        """Return the local folder of the data artifact. Raises InputError as `artifact`."""
+        artifacts, ref = self.artifact("data")
+        return artifacts.fetch(ref)
+
     def config(self, stage: StageName) -> PipelineConfig:
         """Return the configuration with which a stage was made.
 
@@ -68,7 +73,7 @@ class FinishedRun:
         """
         artifacts, ref = self.artifact(stage)
         try:
-            return config_from_json(artifacts.config(ref))
+            return stored_config(artifacts.config(ref))
         except ValidationError as error:
             raise InputError(f"{ref.uri} was made by an earlier release; run the pipeline again") from error
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -179,10 +180,12 @@ def first_difference(one: Recording, other: Recording, step: int) -> Difference 
 
 def columns_compared(one: pa.Table, other: pa.Table) -> list[str]:
     """Return the columns that both rows of a step have, without those that identify a row."""
-    a, b = (
-        {name for name in table.column_names if table[name].null_count < len(table)} for table in (one, other)
-    )
-    return [name for name in one.column_names if name in (a & b) - {"kind", "step", "index"}]
+
+    def has_values(table: pa.Table, name: str) -> bool:
+        return name in table.column_names and table[name].null_count < len(table)
+
+    names = [name for name in one.column_names if name not in ("kind", "step", "index")]
+    return [name for name in names if has_values(one, name) and has_values(other, name)]
 
 
 def _differences(one: Recording, other: Recording, step: int) -> Iterator[Difference]:
@@ -267,9 +270,12 @@ def _shown(value: Any) -> str:
 
 def differing(*runs: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return what differs between runs, with the value of each."""
-    names = dict.fromkeys(name for each in runs for name in each)
-    rows = {name: tuple(each.get(name) for each in runs) for name in names}
-    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+    found = {}
+    for name in dict.fromkeys(chain.from_iterable(runs)):
+        values = tuple(each.get(name) for each in runs)
+        if any(value != values[0] for value in values):
+            found[name] = values
+    return found
 
 
 def conditions(run: FinishedRun) -> dict[str, Any]:
@@ -295,9 +301,8 @@ def of_versions(found: Mapping[str, str]) -> dict[str, str]:
 
 def settings_of(config: PipelineConfig) -> dict[str, Any]:
     """Return the settings that PPO depends on directly. Those of earlier stages act through its inputs."""
-    fields = {
-        name: value
-        for name, value in key_fields(config, {}).items()
-        if name.startswith(("ppo.", "model.", "run.seed")) and not name.startswith(_NO_STEP)
-    }
+    fields = {}
+    for name, value in key_fields(config, {}).items():
+        if name.startswith(("ppo.", "model.", "run.seed")) and not name.startswith(_NO_STEP):
+            fields[name] = value
     return fields | rounding_settings(config, "ppo") | {"run.threads": config.run.threads}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import SetName, Source
-from rlhf_core.config.schema import FILE
+from rlhf_core.config.messages import SCHEMA_FILE
 from rlhf_core.config.yaml import quoted
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, first_rows, list_files
@@ -91,7 +92,7 @@ def configuration(given: Given, name: str) -> str:
     _check(given, seen.answers)
     return "\n".join(
         [
-            f"# yaml-language-server: $schema={FILE}",
+            f"# yaml-language-server: $schema={SCHEMA_FILE}",
             f"# {given.goal.upper()} of {given.model}",
             f"run: {{name: {quoted(name)}}}",
             f"model: {{path: {quoted(given.model)}}}",
@@ -110,7 +111,8 @@ def _first_records(option: str, name: SetName, path: str) -> Sequence[Record]:
     if address.kind != "local":
         return []
     try:
-        rows = [row for file in list_files(address, "train")[:1] for row in first_rows(file)]
+        files = list_files(address, "train")
+        rows = first_rows(files[0]) if files else []
     except DataError as error:
         raise DataError(f"{option}: {error.message}") from error
     source = Source(path=path)
@@ -124,7 +126,7 @@ def _first_records(option: str, name: SetName, path: str) -> Sequence[Record]:
 def _seen(records: Mapping[SetName, Sequence[Record]]) -> _Seen:
     prompts = records.get("prompts", ())
     thoughts = tools = False
-    for record in (each for of_set in records.values() for each in of_set):
+    for record in chain.from_iterable(records.values()):
         answers = [answer for answer in (record.response, record.rejected) if answer is not None]
         messages = [*record.messages, *record.prompt, *answers]
         thoughts = thoughts or any(message.thoughts for message in messages)
@@ -154,6 +156,7 @@ def _data(given: Given, seen: _Seen) -> Iterator[str]:
     yield "data:"
     if _leaves_tools_out(given, seen):
         yield f"  chat_template: {TOOLS_TEMPLATE}    # the rows have tools, which the model's own leaves out"
+    # Of a model on the hub nothing is known before it is fetched.
     elif exists(given.model) and not ModelFolder(given.model).has_chat_template:
         yield "  template: plain    # the tokenizer has no chat template"
     if seen.thoughts:

@@ -23,8 +23,8 @@ from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import sources_in_key, stage_inputs
-from rlhf_core.config.record import RecordConfig
-from rlhf_core.data.card import limits_of
+from rlhf_core.config.pipeline import RecordConfig
+from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import FinishedRun
 from rlhf_core.ops.first_difference import (
@@ -143,12 +143,11 @@ def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> Path:
     for stage in stage_inputs(config, "ppo"):
         artifacts, ref = run.artifact(stage)
         inputs[str(stage)] = artifacts.fetch(ref)
-    if None in config.given_limits:
-        config = config.with_limits(limits_of(inputs["data"]))
-    config = config.with_values(
+    config = with_limits_of_data(config, inputs).with_values(
         {
             "run.home": str(run.home.path),  # with the replies of language models
             "record": RecordConfig(level="all", max_bytes=10**15),
+            # From here on: what costs time or ends a run, and changes no step.
             "ppo.evaluate_every": 0,
             "ppo.publish": "last",
             "ppo.stop_patience": None,
@@ -156,6 +155,7 @@ def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> Path:
             "ppo.checkpoint_every": _NEVER * config.ppo.sync_every,
         }
     )
+    # What an interrupted replay left there would be part of this one.
     for name in ("output", "scratch"):
         shutil.rmtree(folder / name, ignore_errors=True)
     stop = StopRequest()

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.evaluate import SampleConfig
 from rlhf_core.config.load import config_from_tree, load_config
-from rlhf_core.config.register import SampleConfig
 from rlhf_core.errors import GateFailed, InputError, VotesNeeded, checking
 from rlhf_core.evaluation.measures import MEASURES, titles_of
 from rlhf_core.ops.api import run_pipeline
 from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
-from rlhf_core.ops.review.record import open_review, votes_command
+from rlhf_core.ops.review import open_review, votes_command
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check
 from rlhf_core.run.references import resolve_kept
 
@@ -62,6 +62,8 @@ def run_rounds(
         InputError, RLHFError: See `run_pipeline`.
     """
     check_rounds(rounds)
+    # Each round is the first configuration with further overrides, so that no round inherits from another
+    # one.
     tree = config.model_dump(mode="json", by_alias=True)
     summaries: list[dict[str, Any]] = []
     with pinned_rounds(config) as pins:
@@ -137,6 +139,7 @@ def round_overrides(config: PipelineConfig, earlier: Sequence[Mapping[str, Any]]
             "sft.enabled is false and data.preference has no pairs, so that nothing learns from the samples"
             " and a next round would be the same; add pairs, or set sft.enabled=true"
         )
+    # Samples of all earlier rounds: policies forget what only earlier rounds had (Llama 2).
     for number, summary in enumerate(earlier, start=1):
         if config.labels_by_people:
             file = rows_of_votes(config, number, summary)
@@ -240,7 +243,9 @@ def _evaluated(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, l
     scores = [evaluation.get(measure, {}) for evaluation in evaluations]
     policy = summaries[0].get("policy", "ppo")
     titles = titles_of(evaluations[0].get("rl_algorithm", "PPO"))
-    columns = {titles[model]: [_mean(each.get(model)) for each in scores] for model in ("sft", policy)}
+    columns = {}
+    for model in ("sft", policy):
+        columns[titles[model]] = [_mean(each.get(model)) for each in scores]
     tables = [evaluation.get("policies", {}).get(policy, {}) for evaluation in evaluations]
     columns["win rate"] = [_mean(table.get("win_rate")) for table in tables]
     return f"{name} on held-out prompts", columns

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_core.config.engine import engine_rank
+from rlhf_core.config.ppo_sections import engine_rank
 from rlhf_core.data.tokenizer import TOKENIZER_FILES
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.policy_files import adapter_rank
@@ -78,6 +78,7 @@ def tokenizer_alone(policy: RegisteredPolicy, home: str | Path) -> Path:
     folder = Home.of(home).make().cache / f"tokenizer-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
+        # The files behind the links may have moved since the last start.
         (folder / name).unlink(missing_ok=True)
         if (model / name).exists():
             (folder / name).symlink_to(model / name)

@@ -95,7 +95,9 @@ def serve_reward(
             micro_batch_tokens=micro_batch_tokens,
         )
         name, number = bound.getsockname()[:2]
-        ready(f"http://{f'[{name}]' if ':' in name else name}:{number}/score")
+        if ":" in name:  # IPv6
+            name = f"[{name}]"
+        ready(f"http://{name}:{number}/score")
         make_server(scorer, token).run(sockets=[bound])
 
 
@@ -106,6 +108,7 @@ def locate(address: str, home: Home, endpoint: str | None) -> tuple[Path, Templa
     found = parse_artifact_address(address.rstrip("/"))
     if found is None or found.stage != "reward":
         folder = Path(address)
+        # The folder of an artifact has the model inside.
         inner = folder / "model"
         return (inner if ModelFolder(inner).has_config else folder), None
     artifacts = found.open_store(home, endpoint)
@@ -159,6 +162,7 @@ def make_app(scorer: Scorer, token: str | None) -> Starlette:
         _check_token(request, token)
         items = await _items(request)
         async with lock:
+            # A client that has given up while it waited needs no score.
             if await request.is_disconnected():
                 raise HTTPException(400, "the request broke off")
             return JSONResponse(await asyncio.to_thread(score_items, scorer, items))

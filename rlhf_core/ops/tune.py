@@ -1,6 +1,6 @@
 """`rlhf tune`: a few steps of PPO with each of a few settings, and the fastest as a configuration.
 
-    data, sft, reward (reused, or made)  -->  short PPO runs  -->  CONFIG with the fields of the fastest
+    what PPO reads (reused, or made)  -->  short PPO runs  -->  CONFIG with the fields of the fastest
 
 Candidates are the configuration, on GPUs the fastest placements of `rlhf plan`, on CPUs one engine for each
 core, and all of them with `ppo.staleness=1`. Prompts, models and rewards are those of the pipeline.
@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.keys import stage_inputs
 from rlhf_core.config.load import load_config, overridden
 from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.config.placement import plan
 from rlhf_core.config.yaml import dump
+from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import ConfigError, InputError, RLHFError
 from rlhf_core.ops.plan.plan import make_plan
-from rlhf_core.pipeline import FIRST_STAGE, STAGES, StageName
+from rlhf_core.pipeline import FIRST_STAGE, STAGES
 from rlhf_core.planning.search import as_overrides
 from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.local_context import RecordingMetrics, stage_context
@@ -109,7 +111,7 @@ def tune(
     # do not contain the name, so finished stages are reused.
     named = load_config(config_path, [*overrides, f"run.name={config.run.name}-tune"])
     checked = CheckedConfig(named, tuple(check_and_prepare(named, str(config_path))), str(config_path))
-    last: StageName = "reward" if config.reward.enabled else "sft"
+    last = stage_inputs(named, "ppo")[-1]
     folders: dict[str, Path] = {}
     with open_run(checked, FIRST_STAGE, last, {}, seconds_since_boot()) as run:
         for stage in filter(run.includes, STAGES):
@@ -118,7 +120,8 @@ def tune(
     work = run.home.tune(run.name)
 
     def train_briefly(config: PipelineConfig, metrics: RecordingMetrics) -> None:
-        ppo(config, stage_context(work, inputs=folders, metrics=metrics, sources=run.sources))
+        context = stage_context(work, inputs=folders, metrics=metrics, sources=run.sources)
+        ppo(with_limits_of_data(config, folders), context)
 
     trials = []
     for changes in candidates(config, config_path, overrides):

@@ -20,7 +20,7 @@ from rlhf_core.config.keys import flat, key_content, key_of, leaves, sources_in_
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import pinned
 from rlhf_core.errors import GateFailed, checking
-from rlhf_core.executors.spec import config_from_json
+from rlhf_core.executors.spec import stored_config
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.run.references import resolve
@@ -73,7 +73,7 @@ def forecast(config_path: str, overrides: Sequence[str] = ()) -> list[Outlook]:
     with checking(config_path):
         config = pinned(resolve(load_config(config_path, overrides)).config)
         search = _Search(config, external_digests(config))
-    return [search.outlook(stage) for stage in stages_made(config, FIRST_STAGE, LAST_STAGE)]
+    return list(map(search.outlook, stages_made(config, FIRST_STAGE, LAST_STAGE)))
 
 
 class _Search:
@@ -102,9 +102,12 @@ class _Search:
             if (checkpoint := self._checkpoint(stage, key)) is not None:
                 return checkpoint
         origins = self._artifacts.origins(stage)
+        # Its origin is listed, but `find` did not take it.
         if any(origin.ref.key == key for origin in origins):
             return Outlook(stage, "runs", ("its artifact is damaged",))
-        reasons = [f"{', '.join(made)} {'run' if len(made) > 1 else 'runs'}"] if made else []
+        reasons = []
+        if made:
+            reasons.append(f"{', '.join(made)} {'run' if len(made) > 1 else 'runs'}")
         differences = self._differences(stage, content, origins, without=made)
         # The last run of this name is what a user has changed; without one, the most similar one.
         chosen = max(self._named(differences), key=_created, default=None)
@@ -163,7 +166,7 @@ class _Search:
     def _rebuilt(self, stage: StageName, origin: Origin) -> Mapping[str, Any]:
         """Return what decided the key of an artifact that does not say it; empty if that is not certain."""
         try:
-            config = config_from_json(origin.config)
+            config = stored_config(origin.config)
         except ValidationError:
             return {}
         content = key_content(config, stage, origin.parents, sources_in_key(config, stage, self._sources))

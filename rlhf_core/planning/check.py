@@ -198,6 +198,7 @@ def _cpu_limits(config: PipelineConfig, stages: Collection[StageName]) -> Iterat
     engines = [("evaluate.engines", config.evaluate.engines, evaluating_stages())]
     if config.ppo.enabled:
         engines.insert(0, ("ppo.engine.count", config.ppo.engine.count, [PPO]))
+    # The larger number first, so that one error names what has to change.
     for field, count, users in sorted(engines, key=lambda entry: entry[1], reverse=True):
         memory = count * each
         if memory > total:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
-from rlhf_core.config.training import DeepSpeedConfig
+from rlhf_core.config.training import DeepSpeedConfig, RewardConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.pipeline import StageName
 from rlhf_core.planning.loads import PPO, ppo_models, settings_stage, trained_model, training_stages
@@ -20,10 +20,11 @@ def checkpoint_sizes(config: PipelineConfig, shape: ModelShape) -> dict[StageNam
     sizes: dict[StageName, int] = {}
     for stage in training_stages(config):
         sizes[stage], _ = checkpoint_bytes(config, shape, stage)
-    if config.reward.enabled:
-        # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
-        model = trained_model(config, shape, "reward", config.reward.deepspeed)
-        sizes["reward"] += (config.reward.members - 1) * model.size * model.parameters
+    for name, section in config.training_sections.items():
+        if isinstance(section, RewardConfig):
+            # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
+            model = trained_model(config, shape, name, section.deepspeed)
+            sizes[name] += (section.members - 1) * model.size * model.parameters
     return sizes
 
 

@@ -118,6 +118,7 @@ def parse_gpus(text: str, link: str | None = None, host_memory_gib: float | None
             "--gpus: must be a count and a device, such as 8xA100-80G, or hosts, devices of each and the"
             f" device, such as 2x8xH100-80G; got {text!r}; known: {', '.join(each.name for each in _DEVICES)}"
         )
+    # A count that is left out is 1.
     hosts, each = [1, 1, *numbers][-2:]
     if hosts > 1 and link is None:
         raise ConfigError(
@@ -173,6 +174,7 @@ def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | N
     for count, names_of_host in hosts:
         if count:
             counts.append(count)
+            # Without names, the kind is unknown, and so is that of the whole cluster.
             names += names_of_host or ("unknown",)
     device = _device_of(names)
     if device is None:

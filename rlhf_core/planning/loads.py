@@ -254,6 +254,7 @@ def group_loads(
     models = ppo_models(config, shape, group, kind)
     what = group.name if serving is None else f"{group.name}+engine"
     host = sum(model.host for model in models.values())
+    # They use the devices in turns: the memory of both is never in use together.
     if serving is not None and config.ppo.engine.sleep_level:
         yield from _turn_loads(config, group, models, serving)
         return
@@ -304,6 +305,7 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
         load = DeviceLoad(EVALUATION, what, "load", ranks, model.loading, device=kind)
         scoring = model.state + model.scoring(batch)
         loads_of_models.append((load, DeviceLoad(EVALUATION, what, "score", ranks, scoring, device=kind)))
+    # Only one of the models is in memory at a time.
     yield from max(loads_of_models, key=lambda loads: max(load.total for load in loads))
 
 

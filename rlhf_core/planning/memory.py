@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from rlhf_core.config.constants import HEAD_CHUNK, LOSS_CHUNK, REDUCE_BUCKET, SHORT_ATTENTION
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.models.shape import ModelShape
 from rlhf_core.planning.hardware import GIB, Device
@@ -274,6 +274,8 @@ class Model:
             peaks = [self._score_peak(batch, layers + norm)]
         else:
             peaks = [self._loss_peak(batch, layers + norm), self._head_peak(batch, layers + norm)]
+        # The backward pass reaches these places one after the other, so that the largest one counts and not
+        # the sum.
         peaks.append(self._layer_peak(batch, layers))
         common = Bytes(buffers=self._gathered)
         if self.stage < 3:
@@ -451,6 +453,7 @@ def engine_memory(
     work = batched * layer + engine.max_num_seqs * shape.vocabulary * ((4 if head == "float32" else size) + 8)
     work += asleep(engine).total
     if device.is_cpu:
+        # vLLM on CPUs takes a cache of this size, and no share of the memory.
         work, cache = 0.0, engine.kv_cache_gib * GIB
     else:
         cache = max(0.0, engine.gpu_memory_utilization * device.memory - weights - work)

@@ -72,6 +72,8 @@ def advise(
         solved += part
         if not problems(now, part):
             continue
+        # Settings that train the same model come first, at any price: another precision or an adapter
+        # changes the result.
         candidates = sorted(
             _candidates(now, part, shape, hardware), key=lambda each: (not each.same_training, each.price)
         )
@@ -346,6 +348,7 @@ def _tensor_parallel(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> l
     """Return numbers of devices of an engine: the configured one, and powers of two that divide the heads."""
     if hardware.device.is_cpu:
         return [ppo.engine.tensor_parallel]
+    # An engine is within one host.
     found = _numbers(ppo.engine.tensor_parallel, hardware.per_host)
     return [ways for ways in found if shape.heads % ways == 0]
 

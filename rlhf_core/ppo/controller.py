@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +56,7 @@ from rlhf_core.record.schema import includes
 from rlhf_core.record.writer import RecordWriter
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext
+from rlhf_core.types import PromptAndResponse, PromptExample, SFTExample, StageContext, finite
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +238,7 @@ class PPOController:
             self._timings |= self._utilisation_since_sync()
         metrics = {
             TRAINS_POLICY: 0.0,  # of a skipped step
-            **{name: value for name, value in experience.metrics.items() if math.isfinite(value)},
+            **finite(experience.metrics),
             **update,
             **({"sync/version": float(step)} if sync_is_due else {}),
             "ppo/skipped_steps": float(not update),
@@ -381,17 +380,15 @@ class PPOController:
     # -- log, checkpoint --
 
     def _log(self, metrics: Metrics) -> None:
+        unstored = {*self._timings, "rollout/logprob_gap_alarm", TRAINS_POLICY}
         with self._metrics_file.open("a") as file:
             # Metrics of guards are not stored in the artifact, because their settings are not part of its
             # key. Whether the policy was trained can be seen there from `loss/policy`.
-            kept = {
-                name: value
-                for name, value in metrics.items()
-                if name not in self._timings
-                and not name.startswith("warnings/")
-                and name not in ("rollout/logprob_gap_alarm", TRAINS_POLICY)
-            }
-            file.write(json.dumps({"step": self.completed_steps, **kept}) + "\n")
+            kept: dict[str, float] = {"step": self.completed_steps}
+            for name, value in metrics.items():
+                if name not in unstored and not name.startswith("warnings/"):
+                    kept[name] = value
+            file.write(json.dumps(kept) + "\n")
         self._context.metrics.log_metrics(metrics, self.completed_steps)
         shown = {}
         for short_name, name in (("score", "objective/scores"), ("kl", "objective/kl")):

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from rlhf_core.config.pipeline import RecordLevel
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.record import RecordLevel
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.training.batch import FloatArray, IntArray, RolloutBatch, RolloutColumns, offsets_of
 from rlhf_core.ppo.training.experience import shaped_scores
@@ -119,12 +119,11 @@ class StepRows:
         """
         assert batch.rewards is not None
         by_source = batch.rewards.by_source
-        return {
-            f"{WEIGHTED}{source_name(source)}": weighted_sum(
-                [source], by_source, len(batch), self.ppo.score_clip
-            )
-            for source in self.ppo.rewards
-        }
+        found = {}
+        for source in self.ppo.rewards:
+            part = weighted_sum([source], by_source, len(batch), self.ppo.score_clip)
+            found[f"{WEIGHTED}{source_name(source)}"] = part
+        return found
 
     def _of_ranks(self, experience: Experience) -> dict[str, Any]:
         rows = {

@@ -29,7 +29,7 @@ from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.rpc import Pending, as_argument
 from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.batching import plan_ranks
 from rlhf_core.ppo.fleet.fleet import Fleet, Scattered
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.training.batch import Indices, ObjectArguments, RankShare, RolloutBatch, places_of, reindex
@@ -45,7 +45,7 @@ from rlhf_core.ppo.training.experience import (
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import CriticInputs, Exchange, ExperienceInputs
 from rlhf_core.seeds import derive_seed, epoch_batch
-from rlhf_core.types import SFTExample
+from rlhf_core.types import SFTExample, finite
 
 log = logging.getLogger(__name__)
 
@@ -267,8 +267,9 @@ class Updater:
         demonstrations: list[list[_IdsAndMask]] = [[] for _ in workers]
         if self._ppo.ptx is not None:
             demonstrations, rank_steps = self._with_demonstrations(rank_steps, step)
-        return [
-            worker.call(
+        calls = []
+        for rank, worker in enumerate(workers):
+            call = worker.call(
                 ModelWorker.update_policy,
                 plan[rank].exchange,
                 rank_steps[rank],
@@ -276,8 +277,8 @@ class Updater:
                 kl_coef=kl_coef,
                 demonstrations=demonstrations[rank],
             )
-            for rank, worker in enumerate(workers)
-        ]
+            calls.append(call)
+        return calls
 
     def _start_critic(
         self,
@@ -354,8 +355,7 @@ def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) 
         steps: Optimizer steps.
         tokens: Response tokens of all ranks and steps.
     """
-    names = sorted({name for rank in ranks for name in rank})
-    sums = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in names}
+    sums = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in sorted(set[str]().union(*ranks))}
     # Norms and skipped steps are those of the whole gradient, so every rank has counted the same.
     skipped = sums.get("skipped", 0.0) / len(ranks)
     metrics = {
@@ -371,9 +371,10 @@ def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) 
     for name in ("kl_loss", "ptx_loss"):
         if name in sums:
             metrics[f"loss/{name.removesuffix('_loss')}"] = sums[name] / steps
-    metrics |= {f"{prefix}/{name}": sums[name] / tokens for name in names if name.startswith("user/")}
-    # A skipped step has no loss.
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    for name, total in sums.items():
+        if name.startswith("user/"):
+            metrics[f"{prefix}/{name}"] = total / tokens
+    return finite(metrics)
 
 
 # -- which rank trains on which response --
@@ -438,15 +439,10 @@ def plan_exchange(batch: RolloutBatch, used: Sequence[Indices], ranks: int) -> l
     positions = np.empty_like(receiving)
     positions[receiving] = np.arange(len(receiving))
     orders = np.split(positions, ends[:-1])
-    return [
-        Exchange(
-            send_rows[rank],
-            counts[rank],
-            counts[:, rank].copy(),
-            prompt_lengths_B[arriving[rank]],
-            batch.lengths_B[arriving[rank]],
-            # Counted from the first row that this rank gets.
-            orders[rank] - (ends[rank] - len(orders[rank])),
-        )
-        for rank in range(ranks)
-    ]
+    exchanges = []
+    for rank, (rows, order) in enumerate(zip(arriving, orders, strict=True)):
+        from_first = order - (ends[rank] - len(order))  # counted from the first row that this rank gets
+        lengths = prompt_lengths_B[rows], batch.lengths_B[rows]
+        counted = counts[rank], counts[:, rank].copy()
+        exchanges.append(Exchange(send_rows[rank], *counted, *lengths, from_first))
+    return exchanges

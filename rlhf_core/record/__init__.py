@@ -1,4 +1,3 @@
 """The record: every rollout of a run, as columns. `schema` says what a row has, `writer` writes Parquet files
-that are committed with checkpoints and with the artifact, `reader` reads them. `answers` collects the rows of
-stages other than PPO.
+that are committed with checkpoints and with the artifact, `reader` reads them.
 """

@@ -55,6 +55,7 @@ def annotate(artifacts: ArtifactStore, ref: ArtifactRef, name: str, rows: pa.Tab
     former = annotations_of(artifacts, ref).get(check_name(name))
     if former is not None and (by := pq.read_schema(former).metadata[_WRITER].decode()) != writer:
         raise InputError(f"the annotation {name} of {ref.kind}/{ref.key} is of {by}; choose another name")
+    # The columns that all annotations have come first, and each file says who wrote it.
     fields = [*KEYS, SCORE, *(field for field in rows.schema if field.name not in (*KEYS.names, SCORE.name))]
     schema = pa.schema(fields, {_WRITER: writer.encode()})
     key = f"{_folder(ref)}/{name}.parquet"

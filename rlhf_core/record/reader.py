@@ -1,7 +1,7 @@
 """Reads the record of a run.
 
 >>> from tempfile import mkdtemp
->>> from rlhf_core.config.record import RecordConfig
+>>> from rlhf_core.config.pipeline import RecordConfig
 >>> from rlhf_core.record.writer import RecordWriter
 >>> folder = Path(mkdtemp())
 >>> writer = RecordWriter(folder / "parts", "ppo", RecordConfig())
@@ -54,6 +54,7 @@ def read_rollouts(
             " ArtifactStore.fetch(ref, record=True)"
         )
     datasets = [ds.dataset(part, format="parquet") for part in parts]
+    # Of all parts: a data set of several files would have the schema of the first one.
     schema = pa.unify_schemas([dataset.schema for dataset in datasets])
     unknown = sorted(set(columns or ()) - set(schema.names))
     if unknown:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from rlhf_core.config.record import RecordLevel
+from rlhf_core.config.pipeline import RecordLevel
 
 LEVELS: tuple[RecordLevel, ...] = ("none", "rewards", "logprobs", "all")
 """Ascending."""

@@ -139,11 +139,13 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
                 f"{field}.function: module {module} not found; install it, or give its file as {field}.file"
             )
             return
+        # Of compiled code, the names are not known without an import.
         if found.suffix != ".py":
             return
         file = found
     try:
         code = file.read_text(encoding="utf-8")
+        # Read and not imported: the import runs code, which belongs into the process of the function.
         symbols = symtable.symtable(code, str(file), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         position = str(file)
@@ -152,6 +154,7 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
         yield ConfigError(f"{field}.function: {position} is not valid Python ({error}); correct it")
         return
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    # These add names that only an import would show.
     adds_names = "__getattr__" in names or re.search(r"^\s*from .* import \*", code, re.MULTILINE)
     if name not in names and not adds_names:
         known = ", ".join(sorted(names)[:8]) or "none"

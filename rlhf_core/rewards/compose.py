@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
+
 from rlhf_core.config.rewards import (
     AnyReward,
     ExternalReward,
@@ -65,10 +67,10 @@ def reward_inputs(
     decode: Callable[[Sequence[int]], str], prompts: Sequence[PromptExample], rollouts: Sequence[Rollout]
 ) -> list[RewardInput]:
     """Return the input of the reward sources for each response, (n,); see `reward_input`."""
-    return [
-        reward_input(prompt, rollout.response_ids, rollout.finished, decode)
-        for prompt, rollout in zip(prompts, rollouts, strict=True)
-    ]
+    samples = []
+    for prompt, rollout in zip(prompts, rollouts, strict=True):
+        samples.append(reward_input(prompt, rollout.response_ids, rollout.finished, decode))
+    return samples
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class RewardComposer:
                 on_error = source.on_error
         elif isinstance(source, ModelReward):
             assert model_scores is not None and len(model_scores) == len(batch)
-            outcome = Outcome.of([float(value) for value in model_scores])
+            outcome = Outcome.of(list(map(float, model_scores)))
         else:
             outcome = Outcome.of([evaluate_rule(source, sample) for sample in batch])
         return resolve_failures(name, on_error, outcome, batch)
@@ -260,10 +262,8 @@ def weighted_sum(
             continue  # 0 * NaN is NaN
         values = list(by_source[source_name(source)])
         if isinstance(source, ModelReward) and score_clip is not None:
-            # `min` and `max` would return a limit for NaN.
-            values = [
-                value if math.isnan(value) else max(-score_clip, min(score_clip, value)) for value in values
-            ]
+            # NaN stays NaN, for which `min` and `max` would return a limit.
+            values = np.clip(values, -score_clip, score_clip).tolist()
         if normalized and source.normalize == "batch":
             values = normalize(values)
         total = [sum_ + source.weight * value for sum_, value in zip(total, values, strict=True)]

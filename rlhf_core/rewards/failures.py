@@ -248,10 +248,10 @@ def check_smoke(name: str, rows: Sequence[SmokeRow], call: Call) -> None:
         ConfigError: One has a wrong value.
         RewardError: One has no value, which another attempt may give it.
     """
-    samples = [
-        RewardInput(prompt_id(row.prompt), row.prompt, row.response, (), (), row.finished, row.meta)
-        for row in rows
-    ]
+    samples = []
+    for row in rows:
+        identity = prompt_id(row.prompt)
+        samples.append(RewardInput(identity, row.prompt, row.response, (), (), row.finished, row.meta))
     outcome = call(samples) if samples else Outcome([])
     for index, (row, value) in enumerate(zip(rows, outcome.values, strict=True)):
         place = f"reward {name}: smoke.{index}, the response {row.response[:60]!r},"

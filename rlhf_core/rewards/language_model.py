@@ -82,7 +82,7 @@ class LanguageModelGrades:
         Raises `RewardError` if no retry can help: a wrong key or model.
         """
         again = _AGAIN.format(scale=self._source.scale)
-        questions = [self._question(sample) for sample in samples]
+        questions = list(map(self._question, samples))
         replies: dict[str, ModelReply] = {}
         failed: dict[str, str] = {}
 

@@ -33,7 +33,7 @@ from rlhf_core.config.rewards import PythonReward, UserFunction
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.check import function_file
 from rlhf_core.rewards.failures import CodeError, Failure, Outcome, score_with_retries
-from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import launch, python_module
 from rlhf_core.types import RewardInput
 
 START_SECONDS = 120.0
@@ -119,14 +119,14 @@ class PythonFunction:
         if self._process is None:
             self._start()
         try:
-            reply = self._exchange({"samples": [asdict(sample) for sample in samples]}, self._source.timeout)
+            reply = self._exchange({"samples": list(map(asdict, samples))}, self._source.timeout)
             if "error" in reply:
                 raise (CodeError if reply["in_code"] else Failure)(str(reply["error"]))
         except Failure as failure:
             # Parts of a group would get other values.
             failure.searchable &= not self._source.needs_group
             raise
-        return Outcome.of([float(value) for value in reply["values"]])
+        return Outcome.of(list(map(float, reply["values"])))
 
     def _start(self) -> None:
         """Start the process and load the function there. Raises ConfigError if it cannot be loaded."""

@@ -78,7 +78,7 @@ def as_floats(result: Any, count: int) -> list[float]:
     for index, value in enumerate(values):
         if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             raise ValueError(f"it returned {_short(value)} for response {index}, but a float is needed")
-    return [float(value) for value in values]
+    return list(map(float, values))
 
 
 def serve(channel: socket.socket, function: str, file: str | None) -> None:
@@ -95,7 +95,7 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
     shown = set[str]()  # errors whose traceback is in the log
     for line in lines:
         request = json.loads(line)
-        samples = [_sample(record) for record in request["samples"]]
+        samples = list(map(_sample, request["samples"]))
         try:
             reply: dict[str, Any] = {"values": as_floats(call(samples), len(samples))}
         except Exception as error:

@@ -65,7 +65,7 @@ class ReplicaPool:
 
     def __init__(self, source: RemoteReward) -> None:
         self._source = source
-        self._replicas = [Replica(url) for url in source.urls]
+        self._replicas = list(map(Replica, source.urls))
         self._changed = threading.Condition()
 
     @contextmanager
@@ -148,6 +148,7 @@ class RemoteService:
         size = self._source.items_per_request
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
         with request_threads(self._source.concurrency * len(self._source.urls)) as threads:
+            # `map` keeps the order of the parts, whichever answer comes first.
             return Outcome.joined(list(threads.map(self._score, parts)))
 
     def close(self) -> None:
@@ -165,7 +166,7 @@ class RemoteService:
         )
 
     def _once(self, samples: Sequence[RewardInput], *, searching: bool = False) -> Outcome:
-        request = {"items": [self._item(sample) for sample in samples]}
+        request = {"items": list(map(self._item, samples))}
         with self._replicas.least_busy(searching=searching) as url:
             body = self._poster.ask(url, request, self._source.timeout)
             return read_answer(body, len(samples), urlsplit(url).netloc)

@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import changed, pipeline_name, rounding_settings, stages_made
-from rlhf_core.data.card import limits_of
+from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import (
     InputError,
     ModelError,
@@ -48,8 +48,8 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.failpoints import failpoint
+from rlhf_core.system.files import delete_abandoned, held
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
-from rlhf_core.system.held_folders import delete_abandoned, held
 from rlhf_core.system.home import make_attempt_folders, output_folder
 from rlhf_core.system.stopping import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
@@ -97,6 +97,9 @@ def _run_with_fence(
         store.abort_multipart_uploads(folder)
     work = _fresh_work_folder(spec, fence.attempt)
     tracking = open_tracking(spec.config)
+    pipeline = None
+    if spec.pipeline_key:
+        pipeline = spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)
     stage_run = tracking.stage_run(
         spec.parent_run_id,
         spec.stage,
@@ -108,9 +111,7 @@ def _run_with_fence(
             **origin_tags(f"rlhf_core/stages/{spec.stage}.py", versions()),
         },
         inputs={str(name): ref for name, ref in spec.inputs.items()},
-        pipeline=(
-            (spec.pipeline_key, pipeline_name(spec.config, spec.pipeline_key)) if spec.pipeline_key else None
-        ),
+        pipeline=pipeline,
     )
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
@@ -221,11 +222,10 @@ class _Attempt:
             nodes.before_leave = checkpoints.finish
         ref = artifacts.upload_pending(spec.stage, spec.key, self.fence)
         if ref is None:
-            try:
+            with ExitStack() as failed:
+                failed.callback(checkpoints.finish)
                 ref = self._run_and_publish(artifacts, checkpoints, nodes)
-            except BaseException:
-                checkpoints.finish()
-                raise
+                failed.pop_all()
         failpoint("stage.published")
         # Only now. If a kill prevents it, `PipelineRun.remove_leftovers` does it at the next reuse.
         checkpoints.clear()
@@ -258,9 +258,7 @@ class _Attempt:
         # On a cluster, the hosts with processes get the weights when Ray is connected (`ClusterNodes.join`).
         weights = nodes is None or artifacts.is_local
         inputs = {str(stage): artifacts.fetch(ref, weights=weights) for stage, ref in spec.inputs.items()}
-        config = spec.config
-        if "data" in inputs and None in config.given_limits:
-            config = config.with_limits(limits_of(inputs["data"]))
+        config = with_limits_of_data(spec.config, inputs)
         if nodes is not None:
             nodes.config = config
             nodes.checkpoint_bytes = _checkpoint_bytes(spec, inputs)

@@ -89,11 +89,12 @@ class Lines(Display):
         if done < total and task in self._logged and now - self._logged[task] < LINE_SECONDS:
             return
         self._logged[task] = now
-        numbers = headline("", event.get("metrics") or {})
-        left = "" if event.get("left") is None else f", {duration(event['left'])} left"
-        log.info(
-            "%s: %d/%d %s%s%s", task, done, total, event["unit"], left, f"  {numbers}" if numbers else ""
-        )
+        line = f"{task}: {done}/{total} {event['unit']}"
+        if event.get("left") is not None:
+            line += f", {duration(event['left'])} left"
+        if numbers := headline("", event.get("metrics") or {}):
+            line += f"  {numbers}"
+        log.info("%s", line)
 
     def finished(self, stage: str, record: StageRecord) -> None:
         how = "reused" if record.reused else f"done in {duration(record.seconds)}"

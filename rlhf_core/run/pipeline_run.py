@@ -39,13 +39,13 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.yaml import dump
 from rlhf_core.data.sources import pinned
 from rlhf_core.errors import BudgetSpent, InputError, RLHFError, StoreError, Superseded
+from rlhf_core.executors.child import NextStage
 from rlhf_core.executors.job_files import delete_jobs
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName, stages_between
 from rlhf_core.run.checks import CheckedConfig
 from rlhf_core.run.display import current_display
 from rlhf_core.run.external_inputs import data_sets, external_digests
-from rlhf_core.run.next_stage import NextStage
 from rlhf_core.run.state import describe_unfinished, process_of, read_state
 from rlhf_core.run.summary import (
     headline_metrics,
@@ -234,7 +234,8 @@ class PipelineRun:
         for number in range(1, 10_000):
             path = self.logs / f"{stage}-{number:02d}.log"
             try:
-                # Created at once, so that no other process takes the same number.
+                # Created at once, so that no other process takes the same number. For this user only, because
+                # logs can contain training data.
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             except FileExistsError:
                 continue
@@ -391,7 +392,9 @@ class PipelineRun:
 
     def _description(self, summary: Mapping[str, Any]) -> str:
         registered = summary.get("registration", {})
-        version = (registered["model"], registered["version"]) if "version" in registered else None
+        version = None
+        if "version" in registered:
+            version = registered["model"], registered["version"]
         refs = {stage: record.ref for stage, record in self.records.items()}
         return f"{run_markdown(summary)}\n\n{self.tracking.links(refs, version)}"
 

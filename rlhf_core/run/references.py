@@ -96,11 +96,8 @@ class Resolved:
     @property
     def pins(self) -> list[str]:
         """Overrides of the original configuration that name versions by their numbers."""
-        return [
-            f"{reference.field}={json.dumps(reference.pinned)}"
-            for reference in self.references
-            if reference.pinned != reference.text
-        ]
+        moved = [each for each in self.references if each.pinned != each.text]
+        return [f"{each.field}={json.dumps(each.pinned)}" for each in moved]
 
     @property
     def tags(self) -> dict[str, str]:
@@ -132,6 +129,7 @@ class KeptVersions:
         if not self.pinned:
             yield
             return
+        # Before the body, so that a kill leaves it for the next start.
         write_json(self.file, dict(self.pinned))
         try:
             yield
@@ -253,10 +251,11 @@ def _addresses(config: PipelineConfig) -> Iterator[tuple[str, str]]:
 
 def _with_paths(config: PipelineConfig, paths: dict[str, str]) -> PipelineConfig:
     def replaced(field: str, sources: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            source.model_copy(update={"path": paths.get(f"{field}.{index}.path", source.path)})
-            for index, source in enumerate(sources)
-        )
+        found = []
+        for index, source in enumerate(sources):
+            path = paths.get(f"{field}.{index}.path", source.path)
+            found.append(source.model_copy(update={"path": path}))
+        return tuple(found)
 
     sets: dict[str, Any] = {name: replaced(f"data.{name}", getattr(config.data, name)) for name in SETS}
     regression = replaced("evaluate.regression", config.evaluate.regression)

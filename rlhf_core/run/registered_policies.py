@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.keys import given_tracking_uri
-from rlhf_core.config.register import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import CONFIGURED_BY, PolicyFiles, files_made_with, policy_stage
 from rlhf_core.pipeline import StageName
@@ -99,6 +99,7 @@ def registry_of(config: PipelineConfig, field: str = "run.home") -> Mlflow:
     """
     mlflow = open_tracking(config).mlflow
     database = sqlite_path(mlflow.uri)
+    # MLflow would create an empty database there.
     if database is not None and not database.is_file():
         fix = "name the folder of the runs, or set MLFLOW_TRACKING_URI"
         if given_tracking_uri(config) is not None:
@@ -153,6 +154,7 @@ def load_registered(mlflow: Mlflow, address: str, home: str, endpoint: str | Non
     stage = policy_stage(version.tags)
     folder = _fetch(artifacts, stage, version)
     weights = weights_sha256(folder / "policy")
+    # The store proves that the files are those of the artifact, the tag that these were registered.
     if weights != version.tags.get(WEIGHTS):
         raise CorruptArtifact(
             f"the weights of version {version.version} of {name} have the sha256 {weights}, but"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhf_core.config.register import POLICIES
+from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.evaluation.measures import (
     LENGTH_CONTROLLED,
     MEASURES,
@@ -166,10 +166,11 @@ def headline(stage: str, metrics: Mapping[str, float], count: int = 4) -> str:
     """Return the main metrics of a stage on one line, or the first ones if none of them was measured."""
     row = STAGES.get(cast(StageName, stage))  # progress bars also have tasks that are no stages
     main = {} if row is None else _present(metrics, row.headline)
-    shown = list((main or metrics).items())[:count]
-    return "  ".join(
-        f"{name.removeprefix(f'{stage}/').removesuffix('/mean')}={_short(value)}" for name, value in shown
-    )
+    shown = []
+    for name, value in list((main or metrics).items())[:count]:
+        short_name = name.removeprefix(f"{stage}/").removesuffix("/mean")
+        shown.append(f"{short_name}={_short(value)}")
+    return "  ".join(shown)
 
 
 def _present(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -416,10 +417,11 @@ def is_continued_by(summary: Mapping[str, Any], known: Mapping[str, Any]) -> boo
         return False
     if any(known.get(name) != summary[name] for name in ("mlflow_run_id", "tracking_uri")):
         return False
-    return all(
-        isinstance(found.get(name), dict) and found[name].get("artifact") == entry["artifact"]
-        for name, entry in summary["stages"].items()
-    )
+    for name, entry in summary["stages"].items():
+        before = found.get(name)
+        if not isinstance(before, dict) or before.get("artifact") != entry["artifact"]:
+            return False
+    return True
 
 
 def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:

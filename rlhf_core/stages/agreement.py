@@ -110,6 +110,7 @@ def _measure(
             preferences.append(preference(sign * chosen, sign * rejected))
             of_graded.append(group)
     count = len(groups)
+    # Those that could be graded may be the easy ones.
     if 2 * len(preferences) < count:
         reason = next(iter(outcome.reasons.values()), "")
         raise RewardError(

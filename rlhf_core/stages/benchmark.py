@@ -97,10 +97,11 @@ def _load(manager: Any, settings: BenchmarkConfig) -> dict[str, Any]:
     """Return `tasks`, `groups` and the names in each group (`group_map`). Raises ConfigError."""
     for name in settings.tasks:
         if name not in manager.task_index:
-            near = difflib.get_close_matches(name, manager.all_tasks)
+            near = " or ".join(difflib.get_close_matches(name, manager.all_tasks))
+            fix = f"use {near}" if near else "`lm_eval ls tasks` lists them"
             raise ConfigError(
                 f"benchmark.tasks: {name} is no task of lm_eval {version('lm_eval')} or of benchmark.folder;"
-                f" {'use ' + ' or '.join(near) if near else '`lm_eval ls tasks` lists them'}"
+                f" {fix}"
             )
     # The harness reads the data of its tasks here, and relative paths start at the working folder.
     with contextlib.chdir(settings.folder or "."):
@@ -253,11 +254,9 @@ def _require_unchanged(config: PipelineConfig, context: StageContext) -> None:
 
 
 def _found(ref: ArtifactRef) -> dict[str, Any]:
-    return {
-        name: {"value": value, "standard_error": ref.metrics.get(name + _ERROR)}
-        for name, value in ref.metrics.items()
-        if not name.endswith(_ERROR)
-    }
+    metrics = ref.metrics
+    names = [name for name in metrics if not name.endswith(_ERROR)]
+    return {name: {"value": metrics[name], "standard_error": metrics.get(name + _ERROR)} for name in names}
 
 
 def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -37,6 +37,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     card = prepare(config, context.output, report, context.sources)
     limited = config.with_limits(limits_of(context.output))
     check_evaluation(limited, context)
+    # Limits that are given were known to the preflight.
     if None in config.given_limits:
         _check_memory(limited)
     metrics: dict[str, float] = {}

@@ -6,34 +6,40 @@ prompts, and against each other.
     regression sets -> report
 
 Leaves `evaluation.json` (the numbers), `samples.jsonl` (pairs to read), `report.html` (self-contained),
-`figures/` (all of these in `evaluation_files.py`), the prompts of regression sets in `regression/`, and all
+`figures/` (all of these by `write_evaluation`), the prompts of regression sets in `regression/`, and all
 answers in the record.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.register import POLICIES
+from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation import generate, scoring
+from rlhf_core.evaluation import generate, plots, scoring
 from rlhf_core.evaluation.chosen_answers import by_score, compare_with_chosen, load_chosen, prompts_to_answer
-from rlhf_core.evaluation.exchanged_prompts import exchanged_gold
 from rlhf_core.evaluation.language_model import MEASURE, LanguageModelJudge
-from rlhf_core.evaluation.measures import flat_name, main_policy, titles_of
+from rlhf_core.evaluation.measures import endless_models, flat_name, main_policy, titles_of
 from rlhf_core.evaluation.policy_files import PolicyFiles, trained_files
 from rlhf_core.evaluation.prompts import prompts_of_evaluation, shared_prompts
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.regression import compare_on_sets, prepare_sets
+from rlhf_core.evaluation.report import Plot, Report, render
+from rlhf_core.evaluation.scoring import exchanged_gold
 from rlhf_core.evaluation.statistics import Answer, Comparison, failed_sets, regression_differences
 from rlhf_core.evaluation.summary import (
     ByModel,
@@ -49,13 +55,22 @@ from rlhf_core.evaluation.summary import (
     sample_rows,
     without_masked,
 )
-from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.ppo.watching.guards import in_words
 from rlhf_core.record.schema import PREFERENCE, REWARD
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import code_digests
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
-from rlhf_core.stages.evaluation_files import Samples, write_evaluation
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult, prefixed
+from rlhf_core.system.files import write_jsonl
+from rlhf_core.types import (
+    AnsweredPrompt,
+    ArtifactRef,
+    PromptExample,
+    RewardInput,
+    StageContext,
+    StageResult,
+    prefixed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +80,7 @@ _ANSWERED = 128
 """Prompts with answers that the tracker gets one by one. It takes tens of milliseconds for each."""
 _NOTABLE = 3
 """Answers that the report shows of each selection."""
+log = logging.getLogger(__name__)
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:
@@ -88,6 +104,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     sources = [prompt.source or "unnamed" for prompt in prompts] * count
     pairs = load_chosen(config, context.data, judge)
     regression_sets = prepare_sets(config, context)
+    # Engines are started once, for all sets.
     config = with_room(config, regression_sets)
     sets = {_HELD_OUT: prompts, _CHOSEN: prompts_to_answer(pairs, prompts), **regression_sets}
     interval = Intervals(config, prompts, pairs, *regression_sets.values())
@@ -112,6 +129,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         regression = compare_on_sets(config, by_model, "sft", context.sources, interval, record)
         prefer = by_score(score) if language_model is None else language_model.prefer
         over_chosen = compare_with_chosen(pairs, to_pairs, decoder.response, prefer, interval)
+        # From here on every answer has all scores, so that models are compared on the same prompts.
         responses, measured = without_masked(responses, measured)
         failpoint("evaluate.measured")
         scored_answers = answers(responses, measured)
@@ -309,3 +327,200 @@ def _measure(
         kl[name] = scorer.policy_kl(files, reference, responses[name])
         report()
     return Measured(measures, rules, kl, prompt_sources)
+
+
+class CaptionedFigure(NamedTuple):
+    """A figure of the report."""
+
+    name: str
+    """Name of the file in `figures/` without its ending."""
+    title: str
+    caption: str
+    figure: Any
+    """A matplotlib figure."""
+
+
+class Samples(NamedTuple):
+    """Prompts with the answers of all models."""
+
+    first: list[dict[str, Any]]
+    """Rows of `samples.jsonl`, which are not selected."""
+    notable: Mapping[str, list[dict[str, Any]]]
+    """Further rows, by what they were selected for."""
+    answered: list[AnsweredPrompt]
+    """For the pages of the tracker."""
+
+
+def write_evaluation(
+    config: PipelineConfig,
+    context: StageContext,
+    evaluation: Mapping[str, Any],
+    samples: Samples,
+    measured: Measured,
+    metrics: Mapping[str, float],
+) -> None:
+    """Write the files of the artifact, and log the same content.
+
+    Args:
+        config: The configuration.
+        context: Context of the stage.
+        evaluation: Content of `evaluation.json`.
+        samples: Answers to read.
+        measured: Values of all responses, for the figures.
+        metrics: Metrics for the tracker, without the prefix `eval/`.
+    """
+    titles = titles_of(config.ppo.title)
+    for problem in endless_models(evaluation["eos_rate"], titles):
+        log.warning("%s", problem)
+    out = context.output
+    text = json.dumps(evaluation, indent=2, allow_nan=False)
+    (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    write_jsonl(out / "samples.jsonl", samples.first)
+    (out / "figures").mkdir()
+    images: list[Plot] = []
+    figures = [_distribution(measured, titles)]
+    if "ppo" in context.inputs:
+        history = plots.read_step_metrics(context.inputs["ppo"] / "metrics.jsonl")
+        figures = [*_figures(history, figures[0]), *evaluation_figures(config, context)]
+    for name, title, caption, figure in figures:
+        (out / "figures" / f"{name}.png").write_bytes(plots.to_png(figure))
+        context.metrics.log_figure(name, figure)
+        images.append(Plot(title, caption, plots.to_image(figure)))
+    html = render(_report(config, context, evaluation, samples, images))
+    (out / "report.html").write_text(html, encoding="utf-8")
+    context.metrics.log_metrics(prefixed("eval/", metrics), 0)
+    context.metrics.log_answers(samples.answered)
+    context.metrics.log_file(out / "report.html")
+    context.metrics.flush()
+
+
+def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFigure:
+    """Return the figure of the scores of the SFT model and the policy."""
+    policy = main_policy(measured.kl)
+    shown = {name: (pair["sft"], pair[policy]) for name, pair in list(measured.measures.items())[:2]}
+    return CaptionedFigure(
+        "reward_distribution",
+        "Reward distribution before and after",
+        "Scores of both models' responses to the same held-out prompts; dashed lines are the means.",
+        plots.reward_distribution(shown, titles[policy], plots.DPO if policy == "dpo" else plots.PPO),
+    )
+
+
+def _figures(history: plots.StepMetrics, distribution: CaptionedFigure) -> list[CaptionedFigure]:
+    """Return the figures of the steps of PPO, with that of the scores."""
+    figures = [distribution]
+    if len(history) and history.has("objective/scores") and history.has("objective/kl"):
+        by_step = CaptionedFigure(
+            "reward_and_kl_by_step",
+            "Reward and KL by step",
+            "Mean score of the rollout batches, and the KL of the policy to its reference.",
+            plots.training_curves(history),
+        )
+        against_kl = CaptionedFigure(
+            "reward_against_kl",
+            "Reward against KL",
+            _caption_of_reward_against_kl(history),
+            plots.reward_against_kl(history),
+        )
+        figures = [by_step, distribution, against_kl]
+    if len(plots.reward_means(history)) > 1:
+        by_source = CaptionedFigure(
+            "reward_sources",
+            "Reward sources by step",
+            "Raw value of each source before normalisation and weight.",
+            plots.reward_sources(history),
+        )
+        figures.append(by_source)
+    return figures
+
+
+def evaluation_figures(config: PipelineConfig, context: StageContext) -> list[CaptionedFigure]:
+    """Return the figure of the evaluations during PPO; none if there were no evaluations."""
+    file = context.inputs["ppo"] / "evaluations.jsonl"
+    if not file.is_file():
+        return []
+    found: dict[int, dict[str, float]] = {}
+    best = None
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        version = int(row.pop("version"))
+        found[version] = row
+        if row.pop("best"):
+            best = version
+    limit = config.ppo.publish_kl_limit
+    sentences = ["Means over the held-out prompts."]
+    if best is not None:
+        sentences.append("Diamonds: the best version.")
+    if math.isfinite(limit):
+        sentences.append(f"Dotted line: the largest KL of a best version, {limit:g} nats per response.")
+    sentences.append(in_words(found, "eval/gold", "The true reward"))
+    sentences.append(in_words(found, "eval/judge", "The judge's score"))
+    caption = " ".join(filter(None, sentences))
+    figure = plots.evaluation_curves(found, best=best, max_kl=limit)
+    return [CaptionedFigure("evaluations", "Evaluations during training", caption, figure)]
+
+
+def _caption_of_reward_against_kl(history: plots.StepMetrics) -> str:
+    points = "One point per step, against the square root of the KL (Gao et al. 2022): the score that is"
+    if history.has(plots.GOLD):
+        return (
+            f"{points} maximised, and the true reward. Over-optimisation is where the true reward bends down"
+            " while the score still rises."
+        )
+    return (
+        f"{points} maximised. The true reward of these responses was not computed. The score rises under"
+        " over-optimisation too, so this curve cannot show it."
+    )
+
+
+def _report(
+    config: PipelineConfig,
+    context: StageContext,
+    evaluation: Mapping[str, Any],
+    samples: Samples,
+    images: list[Plot],
+) -> Report:
+    """Return the content of `report.html`."""
+    dump = config.model_dump(mode="json", by_alias=True)
+    sections = {name: dump[name] for name in ("model", "data", "sft", "reward", "dpo", "ppo", "evaluate")}
+    if not config.dpo.enabled:
+        del sections["dpo"]
+    if config.ppo.enabled:
+        trained = {f"{config.ppo.title} steps": str(config.ppo.steps)}
+        if config.ppo.teacher is not None:
+            trained["teacher"] = config.ppo.teacher.path
+    else:
+        trained = {"DPO": config.dpo.description}
+    lineage = []
+    for stage, ref in context.input_refs.items():
+        lineage.append((stage, _minutes([ref]), ref.key, ref.digest))
+    return Report(
+        name=config.run.name,
+        evaluation=evaluation,
+        samples=samples.first,
+        notable=samples.notable,
+        plots=images,
+        config=yaml.safe_dump(sections, sort_keys=False, allow_unicode=True),
+        lineage=lineage,
+        data_card=_data_card(context.data),
+        is_best_version=config.ppo.enabled and config.ppo.publish == "best",
+        shared_prompts=shared_prompts(config, load_prompts(context.data, "eval")),
+        facts={
+            "base model": config.model.path or "tiny Llama from scratch",
+            **trained,
+            "seed": str(config.run.seed),
+            "held-out prompts": str(evaluation["prompts"]),
+            "inputs made in": _minutes(context.input_refs.values()),
+        },
+    )
+
+
+def _minutes(refs: Iterable[ArtifactRef]) -> str:
+    """Return the time that it took to make these artifacts; empty if none has it."""
+    seconds = [float(ref.attributes["seconds"]) for ref in refs if "seconds" in ref.attributes]
+    return f"{sum(seconds) / 60:.1f} min" if seconds else ""
+
+
+def _data_card(folder: Path) -> str:
+    path = folder / "data_card.md"
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -28,7 +28,7 @@ from rlhf_core.config.training import RewardConfig
 from rlhf_core.data.dataset import load_pairs, require_margins
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
-from rlhf_core.evaluation.exchanged_prompts import exchange_pairs
+from rlhf_core.evaluation.scoring import exchange_pairs
 from rlhf_core.models.batching import TokenSequence, collate, to_device
 from rlhf_core.models.ensemble import member_folder, member_folders
 from rlhf_core.models.score import ScoreStatistics, load_score_model
@@ -101,6 +101,7 @@ def finish(
 
     Raises GateFailed if `metrics` are below the limit of the stage.
     """
+    # Every member is a model folder of its own, which later stages load with its tokenizer.
     for folder in member_folders(context.output / "model"):
         shutil.copytree(context.data / "tokenizer", folder, dirs_exist_ok=True)
     # Before the gate, so that the metrics of a model that is refused can be read.
@@ -123,14 +124,14 @@ def finish(
 def _train(
     rank: Any, config: PipelineConfig, folders: Folders, stage: StageName, context: StageContext | None
 ) -> dict[str, float]:
-    """Train the model, or all members of the ensemble. The judge is one model."""
+    """Train the model, or all members of the ensemble."""
     reward = _settings(config, stage)
     train = training_pairs(config, folders.data, stage, folders.work)
     held_out = load_pairs(folders.data, "eval")
     if reward.margin == "field":
         require_margins(train, held_out)
     inputs = _Inputs(config, folders, stage, train, held_out)
-    if reward.ensemble is None or stage != "reward":
+    if reward.ensemble is None:
         return _train_member(rank, inputs, 0, context).metrics
     return train_members(
         reward.ensemble,

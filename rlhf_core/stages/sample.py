@@ -36,8 +36,8 @@ from rlhf_core.evaluation.generate import SamplingSettings, sample_responses, se
 from rlhf_core.evaluation.policy_files import trained_files
 from rlhf_core.evaluation.questions import Pair
 from rlhf_core.evaluation.rank_scoring import evaluation_session
-from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer, write_answers
-from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.evaluation.review import AnswersToPrompt, SampledAnswer, write_answers
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import code_digests, reward_inputs
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.system.files import write_jsonl
@@ -66,6 +66,8 @@ class ScoredAnswer:
 
 def _can_be_data(sample: RewardInput) -> bool:
     """Return whether an answer can be a row of data: it ended with EOS, and its text is valid."""
+    # The data stage writes EOS after every answer: a cut one would become a text that the policy never
+    # gives.
     if not sample.finished:
         return False
     try:
@@ -244,6 +246,8 @@ def select(
         usable = [answer for answer in answers if answer.is_usable]
         if not usable:
             continue
+        # Of equal scores both functions take the first answer, so that the choice is the same in every
+        # attempt.
         best = max(usable, key=lambda answer: answer.score)
         worst = min(usable, key=lambda answer: answer.score)
         if min_score is None or best.score >= min_score:

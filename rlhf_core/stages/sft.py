@@ -30,8 +30,7 @@ from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import classified
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.models.adapters import check_targets
-from rlhf_core.models.batching import TokenSequence, collate
-from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.batching import TokenSequence, collate, plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.weights import left_out
 from rlhf_core.seeds import derive_seed

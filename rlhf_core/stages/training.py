@@ -38,12 +38,12 @@ from rlhf_core.engines.sharding import shards_of
 from rlhf_core.errors import DataError
 from rlhf_core.evaluation.statistics import group_of, win_rate
 from rlhf_core.models.adapters import adapter_off, add_adapter
+from rlhf_core.models.batching import plan_ranks
 from rlhf_core.models.check import further_length_problems
-from rlhf_core.models.packing import plan_ranks
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed, epoch_batch
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PairExample, StageContext
+from rlhf_core.types import PairExample, StageContext, finite
 
 T = TypeVar("T")
 Row = TypeVar("Row")
@@ -421,7 +421,7 @@ def train_epochs(
             if early_stop is not None and best.add(step, evaluation["eval/loss"]):
                 engine.snapshot_best()
             # After `add`, which counts an evaluation whose loss is not finite.
-            evaluation = _finite(evaluation)
+            evaluation = finite(evaluation)
         if context is not None:
             if step < total and not best.is_final(early_stop):  # at the end those of the best are logged
                 metrics |= evaluation
@@ -452,7 +452,7 @@ def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, flo
         norm: Norm of the gradient.
         measured: The metrics of the stage.
     """
-    return _finite(
+    return finite(
         {
             **measured,
             "train/grad_norm": norm,
@@ -460,10 +460,6 @@ def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, flo
             "train/skipped_steps": float(engine.skipped_steps),
         }
     )
-
-
-def _finite(metrics: Metrics) -> Metrics:
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 # -- pairs: those of a stage, and how ranks share them --
@@ -498,6 +494,7 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName, work: P
             f"reward.judge.fraction={judge.fraction:g} leaves none of the {len(pairs)} pairs for the stage"
             f" {stage}; add pairs, or leave reward.judge out"
         )
+    # By their index: a list of the pairs would be a copy in every process.
     return Rows(len(chosen), lambda index: pairs[chosen[index]])
 
 

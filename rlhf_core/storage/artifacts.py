@@ -300,9 +300,8 @@ class ArtifactStore:
         for ref in refs:
             manifest = self._read(ref.kind, ref.key)
             if manifest is not None:  # what is missing is an error when it is fetched
-                sizes[manifest.copy_name] = sum(
-                    entry.size for entry in manifest.files if not is_record(entry.path)
-                )
+                fetched = [entry.size for entry in manifest.files if not is_record(entry.path)]
+                sizes[manifest.copy_name] = sum(fetched)
         return sizes
 
     @property

@@ -172,6 +172,7 @@ def weights_sha256(folder: Path, stored: Mapping[str, str] | None = None) -> str
         )
     if len(digests) == 1:
         return next(iter(digests.values()))
+    # With the names, so that two shards with exchanged names are not the same model.
     lines = "".join(f"{name}:{digest}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 

@@ -461,12 +461,10 @@ class CheckpointStore:
         if not committed:
             return steps
         # A listing may lack a manifest and have the files beside it.
-        return [
-            step for step in steps if f"{self._prefix(step)}/{MANIFEST}" in listed or self._is_committed(step)
-        ]
+        return [step for step in steps if self._manifest(step) in listed or self._is_committed(step)]
 
     def _is_committed(self, step: int) -> bool:
-        return self._store.exists(f"{self._prefix(step)}/{MANIFEST}")
+        return self._store.exists(self._manifest(step))
 
     def _read(self, step: int) -> Manifest | None:
         """Return the manifest of a checkpoint; None if it has none. Raises CorruptArtifact."""
@@ -512,6 +510,9 @@ class CheckpointStore:
 
     def _prefix(self, step: int) -> str:
         return f"{self._root}/step-{step:08d}"
+
+    def _manifest(self, step: int) -> str:
+        return f"{self._prefix(step)}/{MANIFEST}"
 
     def _may_commit(self) -> None:
         if self._fence is not None:

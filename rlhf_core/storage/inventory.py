@@ -121,6 +121,7 @@ class Inventory:
 def read_inventory(store: Store) -> Inventory:
     """Read what a store has. Nothing is changed, also if something is damaged."""
     names = []
+    # Folders of other programs are passed over: what is not listed here is never deleted.
     for stage in sorted(filter(_STAGE.fullmatch, store.folders(ARTIFACTS))):
         for key in sorted(filter(_KEY.fullmatch, store.folders(f"{ARTIFACTS}/{stage}"))):
             names.append(ArtifactName(stage, key))
@@ -144,9 +145,8 @@ def add_unlisted(store: Store, inventory: Inventory, names: Collection[ArtifactN
     asked = set(artifacts)
     named = [*names, *(name for artifact in inventory.artifacts for name in artifact.descends_from)]
     while True:
-        waiting = [
-            name for name in {*named} - asked if _STAGE.fullmatch(name.stage) and _KEY.fullmatch(name.key)
-        ]
+        unknown = {*named} - asked
+        waiting = [name for name in unknown if _STAGE.fullmatch(name.stage) and _KEY.fullmatch(name.key)]
         if not waiting:
             break
         asked.update(waiting)

@@ -47,11 +47,12 @@ class Outbox:
 
     def pending(self, root: str) -> list[str]:
         """Return the sorted prefixes of the pending bundles below `root`."""
-        return [
-            key.removesuffix(f"/{MANIFEST}")
-            for key in self._pending.list(root)
-            if key.endswith(f"/{MANIFEST}")
-        ]
+        prefixes = []
+        for key in self._pending.list(root):
+            prefix, _, name = key.rpartition("/")
+            if name == MANIFEST:
+                prefixes.append(prefix)
+        return prefixes
 
     def manifest(self, prefix: str) -> Manifest | None:
         """Return the manifest of the pending bundle; None if none is pending or it is damaged."""

@@ -18,8 +18,7 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, scrubbed, shown
 from rlhf_core.config.server_url import server_problem
 from rlhf_core.errors import ConfigError, Finding, InputError, StoreError, StoreUnavailable
-from rlhf_core.storage.backend import Backend
-from rlhf_core.storage.local import LocalFiles
+from rlhf_core.storage.backend import Backend, LocalFiles
 from rlhf_core.storage.s3 import S3_LIMITS, S3Limits, S3Objects, s3_endpoint
 from rlhf_core.system.files import TEMPORARY, unwritable
 

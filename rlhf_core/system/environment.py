@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_core.system.launch import SAFE_PATH
+from rlhf_core.system.processes import SAFE_PATH
 
 
 def _has_intel_cpu() -> bool:

@@ -1,4 +1,5 @@
-"""Reading untrusted files safely, and replacing files atomically.
+"""Reading untrusted files safely, replacing files atomically, folders that processes hold, and the files of
+`deployments/`.
 
 Only regular files of limited size are opened: opening a FIFO can wait for a writer forever, and reading a
 device such as /dev/zero never ends. Both can have the name of a configuration, a data file or a model file.
@@ -9,16 +10,22 @@ folder and then renamed: a reader sees the old content or the new one.
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
+import shutil
+import socket
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+log = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished writes. A kill can leave such files: readers skip them."""
@@ -85,7 +92,7 @@ def read_bounded(path: Path | str, limit: int) -> bytes:
 
 def read_end(path: Path, size: int) -> str:
     """Return the text in the last `size` bytes of a log; empty if the file cannot be read."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - size))
         return file.read().decode(errors="replace")
     return ""
@@ -157,7 +164,7 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count} bytes"
 
 
-@contextlib.contextmanager
+@contextmanager
 def replacing(path: Path, *, sync: bool = False, create_folder: bool = True) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; afterwards it replaces `path` atomically.
 
@@ -225,7 +232,7 @@ def linked(source: Path, target: Path) -> bool:
     return True
 
 
-@contextlib.contextmanager
+@contextmanager
 def _temporary_name(path: Path) -> Iterator[Path]:
     """Yield an unused name next to `path`, and afterwards remove the file that has it."""
     temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
@@ -292,3 +299,83 @@ def fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+# -- scratch folders that a process holds, and that another one deletes after the holder's end --
+#
+# A holder has a shared lock (`flock`) of the file `{folder}.lock`, which the kernel releases when the process
+# and its forked children have ended, however they end. The file contains the hostname of the holder: other
+# hosts delete nothing, because the locks of a network file system can be local to a host.
+
+_SUFFIX = ".lock"
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold `folder`, which need not exist, in this context. Raises OSError if the lock cannot be created.
+
+    Several processes can hold one folder.
+    """
+    lock = folder.with_name(folder.name + _SUFFIX)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH)
+            except OSError as error:
+                # `delete_abandoned` cannot lock the file either, and leaves the folder.
+                log.info("%s cannot be locked: %s", lock, error)
+            if not _is_current(file, lock):
+                continue  # `delete_abandoned` has deleted it in the meantime
+            host = socket.gethostname().encode()
+            os.pwrite(file, host, 0)
+            os.ftruncate(file, len(host))
+            yield
+            return
+        finally:
+            os.close(file)
+
+
+def delete_abandoned(parent: Path, names: str = "*") -> None:
+    """Delete the folders below `parent` that processes of this host held, none of which is alive.
+
+    `names` is a pattern for their names.
+    """
+    for lock in sorted(parent.glob(f"{names}{_SUFFIX}")):
+        # OSError: a process holds it, or has deleted it.
+        with suppress(OSError), lock.open("rb+") as file:  # on NFS, LOCK_EX needs a writable one
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if file.read() == socket.gethostname().encode() and _is_current(file.fileno(), lock):
+                folder = lock.with_name(lock.name.removesuffix(_SUFFIX))
+                if folder.exists():
+                    log.info("%s is deleted: the processes that used it have ended", folder)
+                    shutil.rmtree(folder, ignore_errors=True)
+                lock.unlink()
+
+
+def _is_current(file: int, path: Path) -> bool:
+    """Return whether `path` is still the open `file`."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+# -- files of `deployments/`, which is installed next to `rlhf_core` --
+
+DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
+CONFIGS = {file.stem: file for file in sorted((DEPLOYMENTS / "configs").glob("*.yaml"))}
+"""The configurations, by their names."""
+
+
+def shipped(path: str | Path) -> Path:
+    """Return `path`, or if there is no such file below the working folder, the installed one of this name.
+
+    >>> shipped("deployments/configs/demo.yaml").is_file()
+    True
+    """
+    given = Path(path)
+    if exists(given) or given.parts[:1] != (DEPLOYMENTS.name,):
+        return given
+    return DEPLOYMENTS.joinpath(*given.parts[1:])

@@ -274,11 +274,7 @@ class Monitor:
     def unhealthy(self) -> list[Participant]:
         """Return the participants that are dead, suspended or stalled now; for use after a call failed."""
         self._poll(0.0, fresh=True)
-        return [
-            participant
-            for participant in self._all()
-            if participant.stalled or participant.state != "running"
-        ]
+        return [each for each in self._all() if each.stalled or each.state != "running"]
 
     def busy(self) -> bool:
         """Return whether any participant other than this process is working."""
@@ -337,11 +333,8 @@ class Monitor:
     def kill(self, names: Sequence[str] | None = None) -> None:
         """Send SIGKILL to the participants `names` (None: all but this process), and forget them."""
         with self._polling:
-            killed = [
-                participant
-                for participant in self._all()
-                if (names is None or participant.name in names) and not _is_this_process(participant)
-            ]
+            others = [each for each in self._all() if not _is_this_process(each)]
+            killed = [each for each in others if names is None or each.name in names]
             kill([participant.process for participant in killed if participant.is_local])
             if self._other_hosts is not None:
                 self._other_hosts.kill(names)

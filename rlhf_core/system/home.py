@@ -4,7 +4,7 @@ home/
 ├── runs/<run>/              run.json and progress.json (for `rlhf status`), summary.json; tune/ during
 │                            `rlhf tune`, replay/ during `rlhf replay`
 ├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
-├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see held_folders.py
+├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see files.held
 ├── stacks/                  Python stacks of processes that stalled
 ├── references/              versions that references of unfinished runs stand for
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
@@ -66,6 +66,7 @@ def is_below(path: Path, home: Path) -> bool:
     found, home = path.resolve(), home.resolve()
     if home in found.parents:
         return True
+    # Not resolved: only this path has the name of the link.
     own = [each for each in path.absolute().parents if each.name in _MAY_BE_LINKS]
     return any(each.parent.resolve() == home and each.resolve() in found.parents for each in own)
 

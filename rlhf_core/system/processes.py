@@ -1,6 +1,10 @@
-"""Process identity, signals and ports, via psutil.
+"""Processes: identity, signals, ports, and the start of child processes.
 
 A process is identified by its pid and start time, because pids are used again.
+
+Every child process of this project has a session of its own and no standard input. A session of its own keeps
+Ctrl-C in the terminal from reaching the child: its parent decides how it ends, and can signal the whole
+process group.
 """
 
 from __future__ import annotations
@@ -10,8 +14,11 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -197,3 +204,48 @@ def die_with_parent(signum: int) -> Callable[[], None]:
     """
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Prevent Python and its child processes from importing modules, such as a `queue.py`, from the working
+folder.
+"""
+
+
+def python_module(name: str) -> list[str]:
+    """Return the command that runs the module `name` in a separate process."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def launch(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    log_file: Path | None = None,
+    working_folder: Path | None = None,
+    pass_fds: Sequence[int] = (),
+    parent_death_signal: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start `command` and return its process.
+
+    Args:
+        command: Program and arguments.
+        environment: The whole environment of the process; nothing is inherited.
+        log_file: Output and errors are appended to this file. None: the streams of this process.
+        working_folder: None: that of this process.
+        pass_fds: Descriptors that the process inherits, besides its standard streams.
+        parent_death_signal: Signal that the kernel sends when the thread that called `launch` ends. The
+            calling thread must therefore live as long as the process is needed. None: the process survives.
+    """
+    with nullcontext() if log_file is None else log_file.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            cwd=working_folder,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+            preexec_fn=None if parent_death_signal is None else die_with_parent(parent_death_signal),
+        )

@@ -1,4 +1,5 @@
-"""Servers of this project: the address that they listen on, and which requests they answer.
+"""Servers of this project: the address that they listen on, which requests they answer, and requests to the
+servers on this machine, without a proxy.
 
 Every web page that the user opens can send requests to loopback addresses. Two rules refuse pages of other
 origins (`OwnAddressOnly`):
@@ -14,16 +15,22 @@ vLLM's server on other addresses asks for a key below `/v1` and a few other pref
 
 from __future__ import annotations
 
+import base64
 import ipaddress
+import json
 import os
 import secrets
 import socket
-from typing import TYPE_CHECKING
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rlhf_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
+
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable of vLLM with the key that clients must send."""
@@ -148,3 +155,54 @@ def has_public_address(host: str) -> bool:
     # A zone follows a link-local address.
     addresses = [str(address[0]).partition("%")[0] for *_, address in found]
     return any(ipaddress.ip_address(address).is_global for address in addresses)
+
+
+# -- requests to servers on this machine --
+
+# An empty ProxyHandler ignores HTTP_PROXY. A proxy cannot reach the loopback address of this machine.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def responds(url: str, seconds: float = 2.0) -> bool:
+    """Return whether a GET request to `url` has status 200."""
+    try:
+        with _opener.open(url, timeout=seconds) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
+def post(
+    url: str, body: Mapping[str, Any] | Sequence[Any], seconds: float = 10.0, auth: str | None = None
+) -> Any:
+    """Send `body` as JSON with a POST request and return the parsed response.
+
+    `auth`, also below, is the `user:password` of the server, or None if it requires no password.
+    """
+    headers = {"Content-Type": "application/json", **basic_auth(auth)}
+    return _send(urllib.request.Request(url, json.dumps(body).encode(), headers), seconds)
+
+
+def patch(url: str, body: Mapping[str, Any], seconds: float = 10.0, auth: str | None = None) -> None:
+    """Send `body` as JSON with a PATCH request."""
+    headers = {"Content-Type": "application/json", **basic_auth(auth)}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="PATCH")
+    with _opener.open(request, timeout=seconds):
+        pass
+
+
+def get(url: str, seconds: float = 10.0, auth: str | None = None) -> Any:
+    """Send a GET request and return the parsed response."""
+    return _send(urllib.request.Request(url, headers=basic_auth(auth)), seconds)
+
+
+def basic_auth(auth: str | None) -> dict[str, str]:
+    """Return the header for HTTP basic authentication, or no header if `auth` is None."""
+    if auth is None:
+        return {}
+    return {"Authorization": f"Basic {base64.b64encode(auth.encode()).decode()}"}
+
+
+def _send(request: urllib.request.Request, seconds: float) -> Any:
+    with _opener.open(request, timeout=seconds) as response:
+        return json.load(response)

@@ -20,9 +20,9 @@ from typing_extensions import override
 
 from rlhf_core.cluster.rpc import Actor, ActorClient, ParticipantSpec, Pending, RemoteActor, Usage
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.config.placement import Group, PPOSettings, Role
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import WorkerDied

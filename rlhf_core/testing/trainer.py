@@ -165,6 +165,7 @@ def scripted_trainers(kind: type[ScriptedTrainer] = ScriptedTrainer) -> Iterator
 @contextmanager
 def single_rank() -> Iterator[None]:
     """Start a process group of this process alone, for loops that call collective operations."""
+    # In this process, so that no port is needed.
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in the list of exports
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

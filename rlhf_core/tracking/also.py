@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, Finding
-from rlhf_core.tracking.mlflow_client import Point
+from rlhf_core.tracking.mlflow_client import Point, attempt
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +128,7 @@ class Copies:
         self._copies[tracker] = _TRACKERS[tracker](*self._where)
 
     def _guarded(self, tracker: str, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as error:  # of any library; none may stop the training
+        if error := attempt(action).exception():
             self._copies.pop(tracker, None)
             log.warning(
                 "%s gets no more metrics of this stage (%s: %s); MLflow has all of them.",

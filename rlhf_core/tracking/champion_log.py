@@ -157,13 +157,16 @@ def read_log(mlflow: Mlflow, model: str) -> Log:
     tests: list[PromotionTest] = []
     last_move = last_test = 0
     for number, content in sorted(contents.items()):
+        # Of two processes that copied the tags of an earlier release, the first one counts.
         if content is None or (content.after is None and number > 1):
             continue
         after = content.after
         if after is None:
+            # The earlier release has written its moves to the registered model.
             after, written = 0, max(written, number)
         for move in content.moves:
             if after < last_move:
+                # Without digests, because it has revoked nothing.
                 moves.append(replace(move, number=number, state="overtaken", digests=None))
             elif number <= written:
                 moves.append(replace(move, number=number, state="done"))

@@ -150,6 +150,7 @@ def registry_errors(mlflow: Mlflow, action: str) -> Iterator[None]:
     except Exception as error:
         address = mlflow.uri
         if has_credentials(address):
+            # The address of a tracker may have a password, and errors are shown and stored.
             address = "(address hidden)"
         why = describe_failure(error)
         raise InfrastructureError(f"MLflow at {address} did not {action}: it {why}") from error

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from rlhf_core.config.register import PolicyStage
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.errors import RLHFError
 from rlhf_core.evaluation.evidence import prompts_for_evidence, prompts_for_level
 from rlhf_core.evaluation.measures import NOT_IDENTIFIED, results_of

@@ -14,13 +14,16 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from rlhf_core.config.redact import is_secret, printable, scrubbed
 from rlhf_core.tracking.database import artifacts_of, ensure_database
+
+_T = TypeVar("_T")
 
 _ENVIRONMENT = {
     # The defaults are 7 retries of 120 s each: training would wait for minutes at every checkpoint.
@@ -292,24 +295,18 @@ class Mlflow:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         tags = [InputTag("mlflow.data.context", context)]
-        entries = [
-            Dataset(
+        inputs = []
+        for entry in datasets:
+            data = Dataset(
                 name=entry.name[:_DATASET_NAME],
                 digest=entry.digest[:_DATASET_DIGEST],
                 source_type=entry.source_type,
                 source=json.dumps(dict(entry.source)),
                 profile=json.dumps(dict(entry.profile)) if entry.profile else None,
             )
-            for entry in datasets
-        ]
-        if entries:
-            self._client.log_inputs(run_id, datasets=[DatasetInput(entry, tags) for entry in entries])
-
-    def log_traces(self, run_id: str, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Log prompts with answers as traces of a run, see `traces.log_traces`."""
-        from rlhf_core.tracking.traces import log_traces
-
-        return log_traces(self.uri, self.experiment_id, run_id, rows)
+            inputs.append(DatasetInput(data, tags))
+        if inputs:
+            self._client.log_inputs(run_id, datasets=inputs)
 
     def system_metrics(self, run_id: str) -> Any:
         """Start MLflow's sampler of CPU, memory and GPU, and return it; `finish()` ends it."""
@@ -457,7 +454,10 @@ def clean_name(name: str) -> str:
     MLflow treats names as relative paths. The end of a long name is replaced by a digest of the whole name.
     """
     parts = _NAME.sub("_", name).strip().split("/")
-    cleaned = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in parts)
+    for index, part in enumerate(parts):
+        if part in ("", ".", ".."):
+            parts[index] = "_" * max(1, len(part))
+    cleaned = "/".join(parts)
     if len(cleaned) <= _NAME_LENGTH:
         return cleaned
     digest = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:_DIGEST_LENGTH]
@@ -507,6 +507,19 @@ def _short(text: str, limit: int) -> str:
 # -- errors: what they mean, for messages and decisions --
 
 _CAUSE = re.compile(r"\(Caused by (.+)\)")
+
+
+def attempt(call: Callable[[], _T]) -> Future[_T]:
+    """Make a call of a tracker, and return its result or its error.
+
+    Errors are of any kind: MLflow raises those of four libraries, and none may stop a pipeline.
+    """
+    done: Future[_T] = Future()
+    try:
+        done.set_result(call())
+    except Exception as error:
+        done.set_exception(error)
+    return done
 
 
 class UnusableAnswer(Exception):

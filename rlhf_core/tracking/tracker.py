@@ -36,6 +36,7 @@ from rlhf_core.tracking.mlflow_client import (
     Mlflow,
     Point,
     RunState,
+    attempt,
     clean_name,
     describe_failure,
     shorten_timeouts,
@@ -199,10 +200,8 @@ class Tracking:
             wait=wait_fixed(self.pauses.wait),
             stop=stop_before_delay(seconds),
         )
-        try:
-            retrying(self.mlflow.ping)
-        except Exception as error:
-            # The caller's own request reports the problem.
+        # The caller's own request reports the problem.
+        if error := attempt(lambda: retrying(self.mlflow.ping)).exception():
             log.debug("MLflow does not answer", exc_info=error)
 
     def is_missing(self, model: str, weights_sha256: str) -> bool:
@@ -352,11 +351,10 @@ class Tracking:
             )
         # A kill after the creation leaves a run without parameters, so they are completed on every opening.
         known = state.params
-        missing = {
-            name: value
-            for name, value in params.items()
-            if value is not None and clean_name(name) not in known
-        }
+        missing = {}
+        for name, value in params.items():
+            if value is not None and clean_name(name) not in known:
+                missing[name] = value
         self.mlflow.log_params(state.run_id, missing)
         return state
 
@@ -394,15 +392,15 @@ class Tracking:
         return f"[{text or f'run {run_id}'}]({_page(self.mlflow.experiment_id, run_id)})"
 
     def _try(self, action: Callable[[], _T]) -> _T | None:
-        try:
-            return action()
-        except Exception as error:
-            # Broad, because MLflow raises errors of four libraries, and none may stop a pipeline.
-            level = logging.DEBUG if self._warned else logging.WARNING
-            log.log(level, "MLflow at %s %s; the pipeline continues.", self.uri, describe_failure(error))
-            log.debug("MLflow's answer", exc_info=error)
-            self._warned = True
-            return None
+        done = attempt(action)
+        error = done.exception()
+        if error is None:
+            return done.result()
+        level = logging.DEBUG if self._warned else logging.WARNING
+        log.log(level, "MLflow at %s %s; the pipeline continues.", self.uri, describe_failure(error))
+        log.debug("MLflow's answer", exc_info=error)
+        self._warned = True
+        return None
 
 
 def _stage_name(stage: StageName, pipeline: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.types import PromptExample, Rollout

@@ -24,7 +24,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.synthetic import FEELINGS, KIND, PLAIN, RUDE, SUBJECTS, THINGS, VERBS
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.ops.inspect.rollouts import RecordedRun

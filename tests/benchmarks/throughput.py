@@ -36,8 +36,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
-from rlhf_core.models.batching import TokenSequence
-from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.batching import TokenSequence, plan_ranks
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.score import load_score_model
 from rlhf_core.ppo.training.loss_step import (

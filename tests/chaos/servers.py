@@ -33,8 +33,8 @@ from rlhf_core.ops.servers.reconcile import ENGINE_VARIABLE
 from rlhf_core.ops.servers.servers import flow_processes
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.local_http import post
 from rlhf_core.system.processes import ProcessId, processes_with_env
+from rlhf_core.system.serving import post
 from tests.chaos.harness import CONFIG, TRACE, Golden, difference, outcome, read_passes
 from tests.support.postgres import postgres
 

@@ -143,7 +143,7 @@ def check_engine() -> Iterator[str]:
         model = save_small_model(Path(folder), vocabulary=8192)
         with _described_device():
             # After the device is described: vLLM looks at it when it is imported.
-            from rlhf_core.config.engine import EngineConfig
+            from rlhf_core.config.ppo_sections import EngineConfig
             from rlhf_core.engines.vllm import Engine
 
             kinds = list(_kinds_of_engines())
@@ -239,7 +239,7 @@ def check_deepspeed() -> Iterator[str]:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     from rlhf_core.config.training import DeepSpeedConfig as Settings
-    from rlhf_core.engines.deepspeed import deepspeed_config
+    from rlhf_core.engines.sharding import deepspeed_config
 
     count = 0
     for stage, dtype, offload in itertools.product(

@@ -165,7 +165,7 @@ def run_agreement(device: str, folder: Path, note: Note) -> None:
     """Compare the log-probabilities of sampled tokens in engine and trainer, for each precision."""
     import torch
 
-    from rlhf_core.config.engine import EngineConfig
+    from rlhf_core.config.ppo_sections import EngineConfig
     from rlhf_core.engines.vllm import Engine
     from tests.support.small_ppo import save_small_model, small_prompts
 
@@ -200,7 +200,7 @@ def run_sleep(_device: str, folder: Path, note: Note) -> None:
     import torch
     from vllm import SamplingParams, TokensPrompt
 
-    from rlhf_core.config.engine import EngineConfig
+    from rlhf_core.config.ppo_sections import EngineConfig
     from rlhf_core.engines.vllm import Engine
     from tests.support.small_ppo import small_prompts
 
@@ -240,7 +240,7 @@ def run_rollout_speed(device: str, folder: Path, note: Note) -> None:
     """Measure tokens per second of `Engine.generate` next to vLLM without seeds and log-probabilities."""
     from vllm import SamplingParams, TokensPrompt
 
-    from rlhf_core.config.engine import EngineConfig
+    from rlhf_core.config.ppo_sections import EngineConfig
     from rlhf_core.engines.vllm import Engine
     from rlhf_core.types import PromptExample
     from tests.support.small_ppo import save_small_model

@@ -281,7 +281,7 @@ def _engine(
     """Yield an engine and vLLM's core of it, which counts preemptions in `preempted`."""
     import vllm
 
-    from rlhf_core.config.engine import EngineConfig
+    from rlhf_core.config.ppo_sections import EngineConfig
     from rlhf_core.engines.vllm import Engine
 
     config = EngineConfig.model_validate({"dtype": "bfloat16", "max_num_seqs": 8, **settings})

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rlhf_core.cluster.ranks import run_ranks
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.errors import OutOfMemory, RLHFError
 from rlhf_core.system.heartbeat import Monitor

@@ -37,8 +37,7 @@ from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.models.adapters import add_adapter
 from rlhf_core.models.attention import implementation
-from rlhf_core.models.batching import TokenSequence
-from rlhf_core.models.packing import plan_ranks
+from rlhf_core.models.batching import TokenSequence, plan_ranks
 from rlhf_core.models.policy import Policy
 from rlhf_core.models.score import ScoreModel
 from rlhf_core.models.scoring import Batches, sequence_logprobs
@@ -166,7 +165,7 @@ def limit_gathered_parameters(live: int, *, prefetched: int, **settings: int) ->
         prefetched: Those of them that are prefetched, at most.
         settings: Others of DeepSpeed's settings of ZeRO.
     """
-    original = deepspeed.deepspeed_config
+    original = sharding.deepspeed_config
 
     def changed(*args: Any, **kwargs: Any) -> dict[str, Any]:
         config = original(*args, **kwargs)
@@ -178,12 +177,18 @@ def limit_gathered_parameters(live: int, *, prefetched: int, **settings: int) ->
         }
         return config
 
-    deepspeed.deepspeed_config = changed
-    sharding.deepspeed_config = changed  # type: ignore[attr-defined]  # imported there
+    sharding.deepspeed_config = changed
+    deepspeed.deepspeed_config = changed  # type: ignore[attr-defined]  # imported there
+
+
+def raise_eps() -> None:
+    """Give AdamW an eps with which the sizes of gradients matter from the first step on, in this process."""
+    deepspeed.ADAM_EPS = 1e-4
 
 
 def new_engine(rank: Rank, kind: str, stage: int) -> TrainingEngine:
-    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant", eps=1e-4)
+    raise_eps()
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup_ratio=0.0, schedule="constant")
     hpz = 2 if "hpz" in kind and rank.world_size > 1 else 1
     offload = "all" if "offload" in kind else "none"
     config = DeepSpeedConfig.model_validate(

@@ -20,7 +20,7 @@ import torch
 from rlhf_core.config.training import DeepSpeedConfig, OptimizerConfig
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.engines.distributed import Rank, join, leave
-from rlhf_core.engines.resharding import note_ranks
+from rlhf_core.engines.sharding import note_ranks
 from rlhf_core.errors import RLHFError
 from rlhf_core.storage.bundles import FileEntry, digest_of, hash_file, read
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -77,7 +77,7 @@ def main(root: Path) -> None:
     answers = []
     for stage in ZERO_STAGES:
         optimizer = OptimizerConfig(warmup_ratio=0.0, schedule="constant")
-        sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "allow_other_ranks": True})
+        sizes = DeepSpeedConfig.model_validate({"zero_stage": stage})
         engine = TrainingEngine(model("policy"), sizes, optimizer, Rank())
         place = root / f"zero{stage}"
         engine.save_checkpoint(place / "state")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from tests.support.small_ppo import (

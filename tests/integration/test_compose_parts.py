@@ -29,8 +29,8 @@ import boto3
 import pytest
 import yaml
 
-from rlhf_core.system.local_http import basic_auth
 from rlhf_core.system.processes import free_port
+from rlhf_core.system.serving import basic_auth
 from tests.conftest import S3Server
 from tests.support.postgres import postgres, postgres_programs
 

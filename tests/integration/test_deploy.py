@@ -17,9 +17,9 @@ from typing import Any
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.config_deployment import config_deployment
-from rlhf_core.system.launch import python_module
-from rlhf_core.system.local_http import get, patch, post
-from rlhf_core.system.shipped import shipped
+from rlhf_core.system.files import shipped
+from rlhf_core.system.processes import python_module
+from rlhf_core.system.serving import get, patch, post
 from tests.support.prefect_server import PrefectServer, prefect_server
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,8 +26,8 @@ from rlhf_core.ops.servers.reconcile import CANCEL_SECONDS, ENGINE_VARIABLE, FLO
 from rlhf_core.ops.servers.servers import HOME_VARIABLE, flow_processes
 from rlhf_core.ops.servers.supervisor import POLL_SECONDS
 from rlhf_core.system.home import Home
-from rlhf_core.system.local_http import post
 from rlhf_core.system.processes import processes_with_env
+from rlhf_core.system.serving import post
 from tests.chaos.harness import CONFIG, read_passes
 from tests.chaos.servers import Servers, wait
 from tests.support.postgres import postgres, postgres_programs

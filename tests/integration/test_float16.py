@@ -29,7 +29,8 @@ from tests.support.prepared_ranks import spawn
 def engine_of(rank: Rank, dtype: str, stage: int) -> Any:
     from rlhf_core.engines.deepspeed import TrainingEngine
 
-    optimizer = OptimizerConfig(learning_rate=1e-3, warmup_ratio=0.0, schedule="constant", eps=1e-4)
+    deepspeed_step.raise_eps()
+    optimizer = OptimizerConfig(learning_rate=1e-3, warmup_ratio=0.0, schedule="constant")
     sizes = DeepSpeedConfig.model_validate({"zero_stage": stage, "dtype": dtype})
     model = deepspeed_step.model("sft")
     return TrainingEngine(model.half() if dtype == "float16" else model, sizes, optimizer, rank)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.types import PromptExample, Rollout
 from tests.support.small_ppo import (

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.ops.servers.servers import HOME_VARIABLE
-from rlhf_core.system.local_http import get
 from rlhf_core.system.processes import processes_with_env
+from rlhf_core.system.serving import get
 from rlhf_core.tracking.champions import WEIGHTS
 from tests.chaos.harness import CONFIG
 from tests.chaos.servers import Servers, wait

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.executors.child import run_child, start_child
+from rlhf_core.executors.child import NextStage, run_child, start_child
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
-from rlhf_core.run.next_stage import NextStage
 from rlhf_core.system.processes import ProcessId, wait_gone
 from rlhf_core.types import ArtifactRef
 from tests.support.toy_stage import toy_environment
@@ -98,7 +97,7 @@ def test_a_waiting_process_ends_with_a_killed_flow(tmp_path: Path, moment: str) 
     environment = toy_environment(tmp_path, "return REF", prepare=_SLEEPER + hangs)
     script = (
         "import os, sys, time; from pathlib import Path\n"
-        "from rlhf_core.config import PipelineConfig; from rlhf_core.run.next_stage import NextStage\n"
+        "from rlhf_core.config import PipelineConfig; from rlhf_core.executors.child import NextStage\n"
         "following = NextStage()\n"
         "following.prepare('sft', PipelineConfig(), os.environ, Path(sys.argv[1]))\n"
         "time.sleep(600)"

@@ -14,7 +14,7 @@ import pytest
 import rlhf_cli.main as cli
 from rlhf_core.ops.servers.prefect_server import read_auth_string
 from rlhf_core.system.home import Home
-from rlhf_core.system.local_http import patch
+from rlhf_core.system.serving import patch
 from tests.chaos.harness import CONFIG
 from tests.chaos.servers import Servers
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.engines.vllm import CPU_TOKENS_PER_STEP, Engine
 from rlhf_core.types import PromptExample, Rollout
 from tests.support.tiny_llama import save_tiny_llama

@@ -20,8 +20,8 @@ import pytest
 
 from rlhf_core.ops.servers.servers import HOME_VARIABLE
 from rlhf_core.system.files import read_json
-from rlhf_core.system.local_http import get
 from rlhf_core.system.processes import processes_with_env
+from rlhf_core.system.serving import get
 from tests.chaos.harness import CONFIG
 from tests.chaos.servers import Servers, wait
 

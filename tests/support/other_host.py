@@ -16,8 +16,8 @@ from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import StoreError
 from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.storage.backend import LocalFiles
 from rlhf_core.storage.bundles import FileEntry, Manifest
-from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.testing.cluster import ScriptedCluster, node

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.evaluation.review import BlindPair, page_digest
-from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, write_answers
+from rlhf_core.evaluation.review import AnswersToPrompt, BlindPair, page_digest, write_answers
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 

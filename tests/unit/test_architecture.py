@@ -57,7 +57,7 @@ HOMES = {
     "vllm": (
         "rlhf_core.engines.vllm",
         "rlhf_core.engines.sync.receiver",
-        "rlhf_core.engines.sync.vllm_transport",
+        "rlhf_core.engines.sync.sender",
     ),
     "deepspeed": ("rlhf_core.engines",),
     "ray": ("rlhf_core.cluster", "rlhf_core.ppo", "rlhf_core.executors.ray_job"),

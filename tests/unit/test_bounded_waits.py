@@ -24,9 +24,9 @@ CALLS = {
 """Functions that do, also with other arguments, without a `timeout`."""
 
 BOUNDED = {
-    "rlhf_core/ops/review/record.py: review.result()": "what votes say, no wait",
-    "rlhf_core/ops/review/record.py: self.result()": "the same",
-    "rlhf_cli/with_prefect.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
+    "rlhf_core/ops/review.py: review.result()": "what votes say, no wait",
+    "rlhf_core/ops/review.py: self.result()": "the same",
+    "rlhf_cli/runs.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
     "rlhf_core/run/checks.py: _CHECKED.get()": "a context variable",
     "rlhf_core/run/display.py: _DISPLAY.get()": "a context variable",
     "flows/pages.py: FlowRunContext.get()": "a context variable",

@@ -25,7 +25,7 @@ from rlhf_core.errors import (
     from_record,
     to_record,
 )
-from rlhf_core.run.retries import NEVER_RETRIED
+from rlhf_core.run.stage_runner import NEVER_RETRIED
 
 
 def _tree(root: type[RLHFError] = RLHFError) -> Iterator[type[RLHFError]]:

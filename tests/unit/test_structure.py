@@ -116,7 +116,7 @@ def test_public_functions_with_many_parameters_have_args() -> None:
     # A nested function, an interface of torch, and an override of a documented method.
     allowed = {
         "rlhf_core.models.attention.attend",
-        "rlhf_core.models.short_attention.forward",
+        "rlhf_core.models.attention.forward",
         "rlhf_core.testing.fleet.load",
     }
     source = SourceTree(ROOT)

@@ -86,12 +86,8 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        specs = [
-            TensorSpec(name, getattr(torch, dtype), tuple(shape))
-            for name, dtype, shape in zip(
-                update_info.names, update_info.dtypes, update_info.shapes, strict=True
-            )
-        ]
+        columns = zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True)
+        specs = [TensorSpec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
         assert self._source is not None, "the engine is connected"
         for tensors in receive_buckets(self._source, specs, self._bucket_bytes):
             self.inbox.load_weights(tensors)

@@ -275,9 +275,8 @@ def routes(sender: str, hosts: Sequence[str]) -> list[Route]:
     on_host: dict[str, list[int]] = {}
     for receiver, host in enumerate(hosts):
         on_host.setdefault(host, []).append(receiver)
-    direct = [
-        receiver for receiver, host in enumerate(hosts) if host == sender or receiver == on_host[host][0]
-    ]
+    firsts = {receivers[0] for receivers in on_host.values()}
+    direct = sorted(firsts.union(on_host.get(sender, ())))
     routes = []
     for receiver, host in enumerate(hosts):
         neighbours = on_host[host]

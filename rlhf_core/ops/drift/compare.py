@@ -27,7 +27,7 @@ from rlhf_core.ops.drift.measures import MIN_NEW_ROWS, Drift, from_json
 from rlhf_core.ops.drift.process import DriftRequest
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.system.files import write_atomic
-from rlhf_core.system.launch import launch, python_module
+from rlhf_core.system.processes import launch, python_module
 from rlhf_core.tracking.champions import CHAMPION, registry_errors
 from rlhf_core.tracking.mlflow_client import ModelVersion
 from rlhf_core.types import ArtifactRef
@@ -120,6 +120,7 @@ def compare_with_champion(run: PipelineRun, data: ArtifactRef) -> DriftReport | 
     config = run.config
     if config.drift is None:
         return None
+    # A run that was interrupted after SFT must not be stopped by a later champion.
     if run.artifacts.find("sft", run.spec("sft", {"data": data}).key) is not None:
         log.info("drift: not measured, because the SFT model of these data exists already")
         return None
@@ -190,6 +191,7 @@ def _request(
     made = run.artifacts.config(before)["data"]
     old, new = run.artifacts.fetch(before), run.artifacts.fetch(data)
     reward = run.artifacts.find_registered("reward", champion.tags)
+    # The reward model reads the tokens of the new data.
     same_tokens = tokenizer_digest(old / "tokenizer") == tokenizer_digest(new / "tokenizer")
     note = ""
     drift = run.config.drift

@@ -154,6 +154,7 @@ def statistics_of_new_rows(champion: Path, folder: Path) -> DataStatistics:
 
     for name, (file, columns) in _TEXTS.items():
         known: set[bytes] = set()
+        # A row that the champion held out is not new either.
         for split in ("train", "eval"):
             rows = read_evenly(champion, file, split, tuple(columns), None)
             known.update(digest(row, decode_old) for row in rows)
@@ -279,9 +280,13 @@ def _only(counts: Counter[str], kept: set[str]) -> Counter[str]:
 
 def to_json(drifts: Sequence[Drift]) -> list[dict[str, Any]]:
     """Return plain dicts. `from_json` is the inverse."""
-    return [asdict(drift) for drift in drifts]
+    return list(map(asdict, drifts))
 
 
 def from_json(rows: Sequence[Mapping[str, Any]]) -> list[Drift]:
     """Return the records that `to_json` has written."""
-    return [Drift(**{**row, "changes": tuple(Change(**each) for each in row["changes"])}) for row in rows]
+    drifts = []
+    for row in rows:
+        changes = tuple(Change(**each) for each in row["changes"])
+        drifts.append(Drift(**{**row, "changes": changes}))
+    return drifts

@@ -68,6 +68,7 @@ def main(path: Path) -> None:
     config = config_from_json(request.config)
     data = Path(request.data)
     champion = Path(request.champion_data)
+    # Of both data artifacts only files are read, so that champions of earlier releases can be compared.
     before = statistics(champion)
     drifts = [*compare(before, statistics(data)), *agreement(config, request)]
     drifts += compare_new_rows(before, statistics_of_new_rows(champion, data))
@@ -87,6 +88,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     pairs = load_pairs(data, "eval")
     if not pairs:
         return [Drift("agreement", None, note="there are no held-out pairs")]
+    # Only here, because the other measures need no torch.
     from rlhf_core.engines.distributed import resolve_device
     from rlhf_core.stages.reward import evaluate_saved
     from rlhf_core.stages.training import is_correct
@@ -97,7 +99,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
     champion = Path(request.champion_data)
     own = load_pairs(champion, "eval")
     # The tokenizer and the template are the same.
-    known = {_tokens(pair) for pair in (*own, *load_pairs(champion, "train"))}
+    known = set(map(_tokens, (*own, *load_pairs(champion, "train"))))
     new = [index for index, pair in enumerate(pairs) if _tokens(pair) not in known]
     trials = len(set(map(group_of, own)))
 
@@ -114,6 +116,7 @@ def agreement(config: PipelineConfig, request: DriftRequest) -> list[Drift]:
         )
 
     losses = [loss_on(range(len(pairs)))]
+    # If all pairs are new, this would be the same number again.
     if 0 < len(new) < len(correct):
         losses.append(loss_on(new, len(new)))
     return losses

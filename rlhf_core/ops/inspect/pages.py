@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import chain, islice
 from typing import Any
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
+from tokenizers.decoders import DecodeStream
 
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.ops.inspect import queries
-from rlhf_core.ops.inspect.phrases import n_grams, openings, risen
-from rlhf_core.ops.inspect.rollouts import Filter, Key, Kind, Rollouts, Row, whole
-from rlhf_core.ops.inspect.tokens import Measure, tokens_of
+from rlhf_core.ops.inspect.rollouts import Filter, Key, Kind, Rollouts, Row, bounded, whole
 
 STYLE = files("rlhf_core.ops.inspect").joinpath("inspect.css").read_text(encoding="utf-8")
 _PAGE = 50
@@ -41,6 +43,19 @@ _ROLLOUTS = {"steps": "Steps", "responses": "Responses", "phrases": "Phrases", "
 _PAIRS = {"pairs": "Both runs"}
 _CHART = (300, 90)
 """Width and height."""
+_LONGEST = 5
+"""Words of the longest phrases."""
+_SHOWN = 60
+"""Phrases on a page."""
+_SAME = 0.02
+"""Difference of two shares that hides a phrase within a longer one."""
+_LEAST_RISE = 0.01
+_LARGE_LOGPROB, _LARGE_KL = 6.0, 3.0
+"""Nats that have the strongest colour."""
+MEASURES = ("log-probability", "KL", "advantage", "value")
+"""Names of all measures. A response may lack some of them."""
+LEVELS = 4
+"""Strength of the strongest colour."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,8 @@ class Pages:
         before, after = (queries.sample(rollouts, one, _SAMPLE) for one in (early, chosen))
         scores = rollouts.sources
         found = {
-            title: risen(before, after, scores, phrases_of)
-            for title, phrases_of in (("Openings", openings), ("Phrases", n_grams))
+            "Openings": risen(before, after, scores, openings),
+            "Phrases": risen(before, after, scores, n_grams),
         }
         return self._render(
             "phrases", query, found=found, before=before, after=after, scores=scores, early=early, late=chosen
@@ -107,10 +122,8 @@ class Pages:
         """Return one score against another."""
         if len(self._scores) < 2:
             raise InputError("this page compares two columns of numbers; the record has one")
-        x, y = (
-            self._column(query.get(axis) or default)
-            for axis, default in zip("xy", self._scores[:2], strict=True)
-        )
+        first, second, *_ = self._scores
+        x, y = self._column(query.get("x") or first), self._column(query.get("y") or second)
         chosen = self._filter(query)
         grid = queries.grid(self.rollouts, chosen, x, y)
         correlation, above, below = queries.parting(self.rollouts, chosen, x, y, _PARTING)
@@ -193,12 +206,9 @@ class Pages:
     def _render(self, page: str, query: Mapping[str, str], **values: Any) -> str:
         def link(to: str, changes: Mapping[str, Any] | None = None) -> str:
             """Return the address of a page with the filter of this one. Changes to None or "" remove."""
-            kept = {
-                name: value
-                for name, value in query.items()
-                if name.startswith(_FILTER) or (to == page and name in ("sort", "order", "x", "y"))
-            }
-            changed = {**kept, **(changes or {})}
+            of_page = ("sort", "order", "x", "y") if to == page else ()
+            kept = [name for name in query if name.startswith(_FILTER) or name in of_page]
+            changed = {**{name: query[name] for name in kept}, **(changes or {})}
             query_of_page = {name: value for name, value in changed.items() if value not in (None, "")}
             return f"{self.root}/{kind}/{to}?{urlencode(query_of_page)}"
 
@@ -215,11 +225,7 @@ class Pages:
                 rollouts=self.rollouts,
                 runs=self.rollouts.runs,
                 numbers=self.rollouts.numbers,
-                bounded=[
-                    name
-                    for name in self.rollouts.numbers
-                    if query.get(f"min:{name}") or query.get(f"max:{name}")
-                ],
+                bounded=bounded(query, self.rollouts.numbers),
                 page_size=_PAGE,
                 root=self.root,
                 link=link,
@@ -293,10 +299,9 @@ def _chart(rows: Sequence[Row], name: str) -> Chart | None:
         lines[run].append(f"{x:.1f},{y:.1f}")
         texts[place].append(_value(value))
     steps = {row["bin"]: _steps(row) for row in rows}
-    readings = [
-        ((place - first) * part, part, f"{steps[place]}: {', '.join(values)}")
-        for place, values in texts.items()
-    ]
+    readings = []
+    for place, values in texts.items():
+        readings.append(((place - first) * part, part, f"{steps[place]}: {', '.join(values)}"))
     return Chart(low, high, {run: " ".join(places) for run, places in lines.items()}, readings)
 
 
@@ -304,3 +309,166 @@ def _steps(row: Row) -> str:
     if row["first"] == row["last"]:
         return f"step {row['first']}"
     return f"steps {row['first']} to {row['last']}"
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A phrase that became more frequent."""
+
+    text: str
+    before: float
+    """Share of the responses before with the phrase."""
+    after: float
+    """Share of the responses after."""
+    times: float
+    """Mean number in a response after that has it."""
+    differences: Mapping[str, float | None]
+    """Mean with the phrase minus mean without it in the same step, by score; None if no step
+    has both.
+    """
+
+    @property
+    def rise(self) -> float:
+        return self.after - self.before
+
+
+def n_grams(words: Sequence[str]) -> Iterator[str]:
+    """Yield all sequences of one to five words, as often as they occur."""
+    for size in range(1, _LONGEST + 1):
+        for start in range(len(words) - size + 1):
+            yield " ".join(words[start : start + size])
+
+
+def openings(words: Sequence[str]) -> Iterator[str]:
+    """Yield the first one to five words."""
+    for size in range(1, min(_LONGEST, len(words)) + 1):
+        yield " ".join(words[:size])
+
+
+def risen(
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    scores: Sequence[str],
+    phrases_of: Callable[[Sequence[str]], Iterator[str]],
+) -> list[Phrase]:
+    """Return the phrases whose share rose most, the largest rise first.
+
+    Args:
+        before: Responses: rows with `text`, `step` and the scores.
+        after: The responses that are compared with them.
+        scores: Names of scores, of which a row may have none (None).
+        phrases_of: Yields the phrases of the words of a response.
+    """
+    rows = [*before, *after]
+    found = [Counter(phrases_of(row["text"].split())) for row in rows]
+    of_before, of_after = _shares(found[: len(before)]), _shares(found[len(before) :])
+    rises = {phrase: share - of_before.get(phrase, 0.0) for phrase, share in of_after.items()}
+    rising = sorted(
+        (phrase for phrase, rise in rises.items() if rise >= _LEAST_RISE),
+        key=lambda phrase: (-rises[phrase], -len(phrase), phrase),
+    )
+    chosen = (phrase for phrase in rising if not _is_within_longer(phrase, rising, rises))
+    results = []
+    for phrase in islice(chosen, _SHOWN):
+        holders = {number for number, counts in enumerate(found) if phrase in counts}
+        times = [found[number][phrase] for number in holders if number >= len(before)]
+        differences = {name: _difference(rows, holders, name) for name in scores}
+        shares = of_before.get(phrase, 0.0), of_after[phrase]
+        results.append(Phrase(phrase, *shares, statistics.fmean(times), differences))
+    return results
+
+
+def _shares(found: Sequence[Counter[str]]) -> dict[str, float]:
+    """Return the share of the responses with each phrase."""
+    holders = Counter(chain.from_iterable(found))
+    return {phrase: count / len(found) for phrase, count in holders.items()}
+
+
+def _is_within_longer(phrase: str, rising: Sequence[str], rises: Mapping[str, float]) -> bool:
+    """Return whether a longer phrase contains this one and rose almost as much."""
+    inner = f" {phrase} "
+    for other in rising:
+        if rises[other] < rises[phrase] - _SAME:
+            return False
+        if len(other) > len(phrase) and inner in f" {other} ":
+            return True
+    return False
+
+
+def _difference(rows: Sequence[Mapping[str, Any]], holders: set[int], name: str) -> float | None:
+    # Within steps: over all of them, each phrase of late steps would have what the policy gained until then.
+    steps: dict[int, tuple[list[float], list[float]]] = {}
+    for number, row in enumerate(rows):
+        if row[name] is not None:
+            steps.setdefault(row["step"], ([], []))[number not in holders].append(row[name])
+    differences, weights = [], []
+    for having, lacking in steps.values():
+        if having and lacking:
+            differences.append(statistics.fmean(having) - statistics.fmean(lacking))
+            # The inverse of the variance of this difference, if that of the values is the same in all steps.
+            weights.append(len(having) * len(lacking) / (len(having) + len(lacking)))
+    return statistics.fmean(differences, weights) if weights else None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What the tokens of a response can be coloured by."""
+
+    name: str
+    meaning: str
+    values: list[float]
+    """(T,) of the tokens."""
+    levels: list[int]
+    """(T,) colours: from -LEVELS to LEVELS, 0 is none."""
+
+    @property
+    def place(self) -> int:
+        """Number of its colours in the style, the same for all responses of a page."""
+        return MEASURES.index(self.name)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A response as tokens."""
+
+    pieces: list[str]
+    """(T,) texts. That of a character with several tokens is at the last of them; the others are empty."""
+    measures: list[Measure]
+
+    def rows(self) -> list[tuple[str, list[tuple[int, float]]]]:
+        """Return for each token its text, and a colour and a value of each measure."""
+        columns = [list(zip(one.levels, one.values, strict=True)) for one in self.measures]
+        return [(piece, list(values)) for piece, *values in zip(self.pieces, *columns, strict=True)]
+
+
+def tokens_of(row: Mapping[str, Any], tokenizer: Any) -> Tokens:
+    """Return the tokens of a response, from its row of the record and the tokenizer of its policy."""
+    stream = DecodeStream(skip_special_tokens=False)
+    pieces = [stream.step(tokenizer, token) or "" for token in row["response_ids"]]
+    measures = []
+    old, ref = row.get("old_logprobs"), row.get("ref_logprobs")
+    if (logprobs := old or row.get("rollout_logprobs")) is not None:
+        by = "the policy before the update" if old else "the engine"
+        meaning = f"by {by}, in nats; the stronger, the less probable"
+        measures.append(_measure("log-probability", meaning, logprobs, _LARGE_LOGPROB))
+    if old and ref:
+        kl = [a - b for a, b in zip(old, ref, strict=True)]
+        meaning = "more (orange) or less (blue) probable than by the reference, in nats"
+        measures.append(_measure("KL", meaning, kl, _LARGE_KL))
+    for name, column in (("advantage", "advantages"), ("value", "values")):
+        if values := row.get(column):
+            meaning = "above (orange) or below (blue) 0; the strongest is the largest of this response"
+            measures.append(_measure(name, meaning, values, max(map(abs, values))))
+    return Tokens(pieces, measures)
+
+
+def _measure(name: str, meaning: str, values: Sequence[float], large: float) -> Measure:
+    return Measure(name, meaning, list(values), [_level(value, large) for value in values])
+
+
+def _level(value: float, large: float) -> int:
+    """Return the colour of a value. A quarter of `large` has half of the strongest colour."""
+    if not large or math.isnan(value):
+        return 0
+    share = min(1.0, abs(value) / large)
+    return round(math.copysign(LEVELS * math.sqrt(share), value))

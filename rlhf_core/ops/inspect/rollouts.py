@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -120,11 +120,9 @@ class Filter:
 
         Raises InputError for a value that is no number.
         """
-        limits = {
-            name: (_number(query, f"min:{name}"), _number(query, f"max:{name}"))
-            for name in numbers
-            if query.get(f"min:{name}") or query.get(f"max:{name}")
-        }
+        limits = {}
+        for name in bounded(query, numbers):
+            limits[name] = _number(query, f"min:{name}"), _number(query, f"max:{name}")
         run = query.get("run")
         names = ("prompt", "source", "excluded", "guard", "model", "prompt_set", "text")
         others = {name: query.get(name, "") for name in names}
@@ -182,6 +180,11 @@ def _searched(text: str) -> str:
     return " ".join(text.lower().split())
 
 
+def bounded(query: Mapping[str, str], numbers: Sequence[str]) -> list[str]:
+    """Return the columns that a query has bounds for."""
+    return [name for name in numbers if query.get(f"min:{name}") or query.get(f"max:{name}")]
+
+
 def _number(query: Mapping[str, str], name: str) -> float | None:
     given = query.get(name, "").strip()
     if not given:
@@ -210,7 +213,7 @@ class Rollouts:
     def __init__(self, runs: Sequence[RecordedRun], folder: Path, kind: Kind = "ppo") -> None:
         self.runs = tuple(runs)
         self.kind: Kind = kind
-        self._parts = [_parts(run) for run in runs]
+        self._parts = list(map(_parts, runs))
         files = [run.tokenizer or run.folder / "policy" / "tokenizer.json" for run in runs]
         self.tokenizers = [Tokenizer.from_file(str(file)) for file in files]
         self._database = duckdb.connect(folder / "rollouts.duckdb", config=_SETTINGS)
@@ -225,7 +228,7 @@ class Rollouts:
         self._database.execute(
             'CREATE TABLE texts (run INTEGER, step INTEGER, "index" INTEGER, text VARCHAR)'
         )
-        every = [str(part) for parts in self._parts for part in parts]
+        every = list(map(str, chain.from_iterable(self._parts)))
         self._database.execute("SET allowed_paths = ?", [every])
         self._database.execute("SET enable_external_access = false")
         self._database.execute("SET lock_configuration = true")
@@ -257,7 +260,7 @@ class Rollouts:
 
     def _select(self, number: int, run: RecordedRun) -> tuple[str, list[Any]]:
         """Return the rows of a run, with the parameters."""
-        parts = [str(part) for part in self._parts[number]]
+        parts = list(map(str, self._parts[number]))
         columns = self._database.execute(f"DESCRIBE FROM {_PARTS}", [parts]).fetchall()
         names = [str(name) for name, *_ in columns]
         values: list[Any] = [number]
@@ -389,7 +392,7 @@ class Rollouts:
                 if stop.is_set():
                     return
                 steps, indices, tokens = zip(*rows, strict=True)
-                texts = [_searched(text) for text in self.decode(run, tokens)]
+                texts = list(map(_searched, self.decode(run, tokens)))
                 batch = pa.table({"step": steps, "index": indices, "text": texts})
                 cursor.register("batch", batch)
                 cursor.execute('INSERT INTO texts SELECT ?, step, "index", text FROM batch', [run])

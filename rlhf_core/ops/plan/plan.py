@@ -22,8 +22,7 @@ from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape, count_in_words, known_models, known_shape
 from rlhf_core.ops.data_table import DataTable, data_table, show_counts, show_problems
-from rlhf_core.ops.plan.batches import describe_batches
-from rlhf_core.ops.plan.rows import StageWork, stage_work, why_unread
+from rlhf_core.ops.plan.rows import StageWork, describe_batches, stage_work, why_unread
 from rlhf_core.ops.plan.speed import (
     DECODE_BANDWIDTH,
     LINK,
@@ -179,6 +178,7 @@ def make_plan(
     unread = None if rows is None else why_unread(given)
     table = None
     if rows is not None and unread is None:
+        # Most first runs fail at their rows and not at their memory, so these are read first.
         table = data_table(given, rows)
         config = given.with_limits(Limits(*(table.card["limits"][name] for name in Limits._fields)))
     shape = _shape(config, model_config)
@@ -345,13 +345,13 @@ def as_json(plan: Plan) -> str:
         },
         "parameters": plan.shape.parameters,
         "rows": plan.table and plan.table.card["counts"],
-        "work": [asdict(work) for work in plan.work],
+        "work": list(map(asdict, plan.work)),
         "start_seconds": plan.starts,
         "evaluation_seconds": plan.evaluations,
         "unread": plan.unread,
         "limits": {**plan.config.limits._asdict(), "estimated": plan.limits_are_assumed},
         "batches": dict(describe_batches(plan.config)),
-        "memory": [_row(load) for load in plan.verdict.loads],
+        "memory": list(map(_row, plan.verdict.loads)),
         "kv_cache_tokens": plan.verdict.kv_tokens,
         "ppo_step_seconds": plan.time and plan.time.phases,
         "step_seconds": plan.steps,

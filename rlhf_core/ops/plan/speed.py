@@ -20,12 +20,12 @@ import math
 from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.config.keys import is_enabled, stages_made
 from rlhf_core.config.placement import Group, plan
-from rlhf_core.config.register import POLICIES
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.loads import (
     PPO,
@@ -114,6 +114,7 @@ def step_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> 
     times = [group_time(config, shape, group, hardware) for group in groups]
     return StepTime(
         sampling_time(config, shape, hardware, math.ceil(config.ppo.rollout_batch_size / engines)),
+        # Groups compute at the same time: the slowest one counts.
         max(scoring for scoring, _ in times),
         max(training for _, training in times),
         sync_time(config, shape, hardware) + _turn_time(config, shape, groups[0]),
@@ -244,7 +245,7 @@ def _evaluating(
 
 def starting_time(config: PipelineConfig) -> tuple[float, float]:
     """Return the shortest and the longest time in which the processes of all stages start."""
-    stages = stages_made(config, "data", "register")
+    stages = stages_made(config, FIRST_STAGE, LAST_STAGE)
     least, most = (len(stages) * seconds for seconds in PROCESS_START)
     if PPO in stages:
         least, most = least + ENGINES_START[0], most + ENGINES_START[1]

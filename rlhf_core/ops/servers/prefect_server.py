@@ -29,9 +29,8 @@ from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
-from rlhf_core.system.launch import SAFE_PATH, python_module
-from rlhf_core.system.local_http import responds
-from rlhf_core.system.processes import free_port
+from rlhf_core.system.processes import SAFE_PATH, free_port, python_module
+from rlhf_core.system.serving import responds
 
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")
 """Prefect's names for the address of its database. The first one has priority."""

@@ -36,10 +36,11 @@ import time
 import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any, Literal
 
-from rlhf_core.system.local_http import get, post
 from rlhf_core.system.processes import ProcessId, RecordedProcess, processes_with_env
+from rlhf_core.system.serving import get, post
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class Reconciler:
                 self._end_command(run)
             except (*_REQUEST_ERRORS, TypeError) as error:  # TypeError: the label of another release
                 log.debug("flow run %s: %s", run.get("name"), error)
-        found = {process for of_run in processes.values() for process in of_run}
+        found = set(chain.from_iterable(processes.values()))
         self._cancelled = {process: at for process, at in self._cancelled.items() if process in found}
         self._stopped = {process: at for process, at in self._stopped.items() if process in found}
         self._missing = {run["id"]: self._missing[run["id"]] for run in runs if run["id"] in self._missing}

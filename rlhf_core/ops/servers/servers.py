@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,9 +34,16 @@ from rlhf_core.ops.servers.reconcile import ENGINE_VARIABLE, FLOW_STOP_SECONDS
 from rlhf_core.run.state import describe_runs
 from rlhf_core.system.files import read_json, write_json
 from rlhf_core.system.home import HOME_OF_RUNS, Home
-from rlhf_core.system.launch import SAFE_PATH, launch, python_module
-from rlhf_core.system.local_http import post, responds
-from rlhf_core.system.processes import ProcessId, processes_with_env, stop, wait_gone
+from rlhf_core.system.processes import (
+    SAFE_PATH,
+    ProcessId,
+    launch,
+    processes_with_env,
+    python_module,
+    stop,
+    wait_gone,
+)
+from rlhf_core.system.serving import post, responds
 from rlhf_core.tracking.check import tracker_problem
 from rlhf_core.tracking.database import training_page, ui_command
 
@@ -135,12 +143,14 @@ def up(home: Home, credentials: Callable[[], Mapping[str, str]], *, runs_in_home
 
 def _wait_until_ready(home: Home, supervisor: subprocess.Popen[bytes]) -> ServersState:
     deadline = time.monotonic() + 3 * READY_SECONDS
-    try:
+    with ExitStack() as unready:
+        unready.callback(supervisor.terminate)  # also after Ctrl-C
         while time.monotonic() < deadline:
             state = ServersState.read(home)
             # Until the supervisor has written its first state, the file may be of an earlier one.
             if state is not None and state.pid == supervisor.pid:
                 if state.status == "ready":
+                    unready.pop_all()
                     return state
                 if state.message:
                     raise StageFailed(f"{state.message}; the supervisor's log is {home.supervisor_log}")
@@ -152,9 +162,6 @@ def _wait_until_ready(home: Home, supervisor: subprocess.Popen[bytes]) -> Server
         raise StageFailed(
             f"the servers were not ready within {3 * READY_SECONDS:g} s; see {home.supervisor_log}"
         )
-    except BaseException:  # also Ctrl-C: a supervisor that is not ready is ended
-        supervisor.terminate()
-        raise
 
 
 def _describe_start(home: Home, state: ServersState) -> str:
@@ -257,6 +264,7 @@ def use_auth_string(home: Home, url: str) -> None:
 def down(home: Home) -> str:
     """Stop what `up` started for `home`, flow runs included, and return the text for the user."""
     supervisor = supervisor_of(home)
+    # Counted before they are stopped, for the message.
     runs = flow_processes(home)
     if supervisor is None and not _processes_of(home):
         _remove_addresses(home)

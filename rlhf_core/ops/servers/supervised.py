@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_core.system.launch import launch
-from rlhf_core.system.processes import ProcessId, listens
+from rlhf_core.system.processes import ProcessId, launch, listens
 
 log = logging.getLogger(__name__)
 

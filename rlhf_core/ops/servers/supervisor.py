@@ -52,12 +52,10 @@ from rlhf_core.ops.servers.servers import (
 )
 from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
-from rlhf_core.system.files import read_json, write_atomic, write_json
+from rlhf_core.system.files import read_json, shipped, write_atomic, write_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.launch import SAFE_PATH, launch, python_module
-from rlhf_core.system.local_http import patch, responds
-from rlhf_core.system.processes import ProcessId, free_port, stop
-from rlhf_core.system.shipped import shipped
+from rlhf_core.system.processes import SAFE_PATH, ProcessId, free_port, launch, python_module, stop
+from rlhf_core.system.serving import patch, responds
 
 log = logging.getLogger(__name__)
 

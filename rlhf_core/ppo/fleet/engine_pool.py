@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from rlhf_core.cluster.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor, settle
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.worker import ModelWorker

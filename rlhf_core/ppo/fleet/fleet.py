@@ -326,7 +326,9 @@ class Fleet:
         self.packs &= all(supported)
         if groups and self.settings.ppo.pack is not False:
             log_layout(self.packs, "the policy, the reward model or the critic", "ppo.pack")
-        layouts = [call for group in groups for call in group.call(ModelWorker.choose_layout, self.packs)]
+        layouts: list[Pending[None]] = []
+        for group in groups:
+            layouts += group.call(ModelWorker.choose_layout, self.packs)
         self.wait(layouts, "all ranks to choose the layout of rows")
 
     def _environment(self) -> dict[str, dict[str, str]]:
@@ -385,10 +387,9 @@ class Fleet:
         None if a process does not answer at once, because it is dead or suspended. The next call that needs
         the process finds out.
         """
-        actors: dict[str, list[RemoteActor[Actor]]] = {ENGINES: [*self.engines.actors]}
+        calls = {ENGINES: [engine.call(Actor.usage) for engine in self.engines.actors]}
         for group in self.distinct_groups:
-            actors[group.group.name] = [*group.workers]
-        calls = {name: [actor.call(Actor.usage) for actor in group] for name, group in actors.items()}
+            calls[group.group.name] = group.call(Actor.usage)
         try:
             # All were asked at the same time, so the second group has had the time of the first one, too.
             return {name: fetch(group, _USAGE_SECONDS) for name, group in calls.items()}
@@ -405,28 +406,25 @@ class Fleet:
     ) -> Scattered[None]:
         """Start `ModelWorker.logprobs` on the ranks of `role`."""
         group, shares, arguments = self._arguments(role, batch)
-        parts = [
-            worker.call_parts(2, ModelWorker.logprobs, role, with_entropy, share, *chunks)
-            for worker, (share, chunks) in zip(group.workers, arguments, strict=True)
-        ]
+        parts = []
+        for worker, (share, chunks) in zip(group.workers, arguments, strict=True):
+            parts.append(worker.call_parts(2, ModelWorker.logprobs, role, with_entropy, share, *chunks))
         return Scattered(self, f"{role}.logprobs", shares, parts)
 
     def values(self, batch: RolloutBatch) -> Scattered[None]:
         """Start `ModelWorker.values` on the ranks of the critic."""
         group, shares, arguments = self._arguments("critic", batch)
-        parts = [
-            worker.call_parts(2, ModelWorker.values, share, *chunks)
-            for worker, (share, chunks) in zip(group.workers, arguments, strict=True)
-        ]
+        parts = []
+        for worker, (share, chunks) in zip(group.workers, arguments, strict=True):
+            parts.append(worker.call_parts(2, ModelWorker.values, share, *chunks))
         return Scattered(self, "critic.values", shares, parts)
 
     def scores(self, batch: RolloutBatch, role: Literal["reward", "judge"] = "reward") -> ScatteredScores:
         """Start `ModelWorker.scores` on the ranks of the reward model, which also hold the judge."""
         group, shares, arguments = self._arguments(role, batch)
-        pending = [
-            worker.call(ModelWorker.scores, role, share, *chunks)
-            for worker, (share, chunks) in zip(group.workers, arguments, strict=True)
-        ]
+        pending = []
+        for worker, (share, chunks) in zip(group.workers, arguments, strict=True):
+            pending.append(worker.call(ModelWorker.scores, role, share, *chunks))
         return ScatteredScores(self, shares, pending)
 
     def _arguments(self, role: Role, batch: RolloutBatch) -> tuple[WorkerGroup, list[RankShare], list[Sent]]:

@@ -386,11 +386,10 @@ class Collector:
 
 def _places(chunks: Sequence[Chunk], samples: int) -> Places:
     """Return chunk and row of each response, in the order of the prompts."""
-    prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
-    sizes = [len(chunk) for chunk in chunks]
+    sizes = list(map(len, chunks))
     objects = np.repeat(np.arange(len(chunks)), sizes)
-    rows = np.concatenate([np.arange(size) for size in sizes])
-    order = np.argsort(prompts)
+    rows = np.concatenate(list(map(np.arange, sizes)))
+    order = np.argsort(np.concatenate(chunks))
     return Places(
         np.repeat(objects[order], samples),
         (rows[order, None] * samples + np.arange(samples)).reshape(-1),
@@ -399,8 +398,7 @@ def _places(chunks: Sequence[Chunk], samples: int) -> Places:
 
 def _in_order(chunks: Sequence[Chunk], headers: Sequence[RolloutHeader], samples: int) -> RolloutHeader:
     """Return the headers of chunks as one header in the order of the prompts."""
-    prompts = np.concatenate([np.array(chunk, np.int64) for chunk in chunks])
-    first_rows = np.argsort(prompts) * samples
+    first_rows = np.argsort(np.concatenate(chunks)) * samples
     order = (first_rows[:, None] + np.arange(samples)).reshape(-1)
     return RolloutHeader(
         np.concatenate([header.lengths for header in headers])[order],

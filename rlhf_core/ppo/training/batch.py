@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.cluster.rpc import Pending, as_argument
-from rlhf_core.models.packing import estimated_cost, plan_ranks
+from rlhf_core.models.batching import estimated_cost, plan_ranks
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample, Rollout
 
@@ -147,6 +147,7 @@ def columns_of(rollouts: Sequence[Rollout], samples: int) -> RolloutColumns:
     prompts = [rollout.prompt_ids for rollout in rollouts[::samples]]
     return RolloutColumns(
         samples,
+        # Without a list of all tokens in between, which would need several times the memory.
         np.fromiter(chain.from_iterable(prompts), np.int32),
         offsets_of([len(prompt) for prompt in prompts]),
         np.fromiter(chain.from_iterable(rollout.response_ids for rollout in rollouts), np.int32),
@@ -297,6 +298,7 @@ def route(batch: RolloutBatch, ranks: int, micro_batch_tokens: int, *, pack: boo
     lengths_B = (batch.prompt_lengths_B + batch.lengths_B).astype(np.int64)
     rank_of_chunk = _ranks_of_chunks(batch.places.objects, lengths_B, len(batch.chunks), ranks)
     rank_B = rank_of_chunk[batch.places.objects]
+    # Stable, so that the responses of a rank keep the order of the batch (`RankShare.indices`).
     order = np.argsort(rank_B, kind="stable")
     ends = np.cumsum(np.bincount(rank_B, minlength=ranks))
     shares = []
@@ -318,6 +320,7 @@ def _ranks_of_chunks(objects_B: Indices, lengths_B: Indices, chunks: int, ranks:
     costs = np.bincount(objects_B, weights=costs_B, minlength=chunks)
     chosen = np.zeros(chunks, np.int64)
     loads = [(0.0, rank) for rank in range(ranks)]
+    # Stable, because another order of equal chunks would be another distribution, with other roundings.
     for chunk in np.argsort(-costs, kind="stable").tolist():
         load, rank = loads[0]
         chosen[chunk] = rank
@@ -375,13 +378,11 @@ class SentBatches:
         if self._sent.get(group) == (actors, batch.number):
             return [(batch.number, []) for _ in shares]
         self._sent[group] = actors, batch.number
-        return [
-            (
-                SentShare(batch.number, share.places, share.micro_batches),
-                [as_argument(batch.chunks[chunk]) for chunk in share.chunks.tolist()],
-            )
-            for share in shares
-        ]
+        arguments: list[Sent] = []
+        for share in shares:
+            chunks = [as_argument(batch.chunks[chunk]) for chunk in share.chunks.tolist()]
+            arguments.append((SentShare(batch.number, share.places, share.micro_batches), chunks))
+        return arguments
 
 
 @dataclass(frozen=True)

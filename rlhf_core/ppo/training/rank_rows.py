@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.engines.distributed import Rank
@@ -172,14 +174,13 @@ def critic_samples(
     prompts, responses = batch.tokens()
     values = _column(inputs.values, objects, "values")
     returns = _column(inputs.returns, objects, "returns")
-    rows = [
-        (prompt, response, [old, target])
-        for prompt, response, old, target in zip(prompts, responses, values, returns, strict=True)
-    ]
-    return [
-        TrainSample(tuple(prompt.tolist()), tuple(response.tolist()), old_values=old, returns=target)
-        for prompt, response, (old, target) in exchanged(rows, exchange, rank, 2)
-    ]
+    columns = map(list, zip(values, returns, strict=True))
+    rows = list(zip(prompts, responses, columns, strict=True))
+    samples = []
+    for prompt, response, (old, target) in exchanged(rows, exchange, rank, 2):
+        ids = tuple(prompt.tolist()), tuple(response.tolist())
+        samples.append(TrainSample(*ids, old_values=old, returns=target))
+    return samples
 
 
 def _column(places: Places, objects: Sequence[RowColumns], name: str) -> list[FloatArray]:
@@ -213,6 +214,7 @@ def exchanged(rows: Sequence[_Row], exchange: Exchange, rank: Rank, columns: int
 
 def _packed(rows: Sequence[_Row]) -> IntArray:
     """Return rows as one array; floats keep their bits."""
+    # One type for all of them, because one collective sends them as one tensor.
     # For a rank that gets no rows: `np.concatenate` needs an array.
     arrays = [np.zeros(0, np.int32)]
     for prompt, response, columns in rows:
@@ -234,9 +236,6 @@ def _unpacked(part: IntArray, prompts: IntArray, lengths: IntArray, columns: int
 
 def _all_to_all(sent: Sequence[IntArray], sizes: list[int], rank: Rank) -> IntArray:
     """Return what all ranks have sent to this one. `sizes` are the elements that arrive from each."""
-    import torch
-    import torch.distributed as dist
-
     outgoing = torch.from_numpy(np.concatenate(sent)).to(rank.torch_device)
     incoming = torch.empty(sum(sizes), dtype=torch.int32, device=rank.torch_device)
     dist.all_to_all_single(incoming, outgoing, sizes, [len(part) for part in sent])

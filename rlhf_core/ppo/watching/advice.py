@@ -14,9 +14,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlhf_core.config.engine import MAX_ENGINE_RANK
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.ppo_sections import checkpoint_interval
+from rlhf_core.config.ppo_sections import MAX_ENGINE_RANK, checkpoint_interval
 from rlhf_core.config.rewards import ExternalReward, LanguageModelReward, RemoteReward
 
 log = logging.getLogger(__name__)

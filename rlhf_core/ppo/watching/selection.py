@@ -29,6 +29,7 @@ from rlhf_core.algo.groups import effective_count
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.watching.guards import KL, divergence
 from rlhf_core.system.files import write_jsonl
+from rlhf_core.types import finite
 
 OBJECTIVE = "eval/objective"
 INDEPENDENT = ("gold", "judge")
@@ -85,6 +86,7 @@ class Selection:
         self._without_gain = 0
 
     def state_dict(self) -> dict[str, Any]:
+        # With text as keys, as they are after a checkpoint, whose state is JSON.
         return {
             "evaluations": {str(version): metrics for version, metrics in self.evaluations.items()},
             "best": self.best,
@@ -98,10 +100,8 @@ class Selection:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.evaluations = {int(version): dict(found) for version, found in state["evaluations"].items()}
         self.best, self._without_gain = state["best"], int(state["without_gain"])
-        self._best_objectives = [float(value) for value in state["best_objectives"]]
-        self._highest = {
-            name: [float(value) for value in values] for name, values in state["highest"].items()
-        }
+        self._best_objectives = list(map(float, state["best_objectives"]))
+        self._highest = {name: list(map(float, values)) for name, values in state["highest"].items()}
         self._columns = {int(version): columns for version, columns in state["columns"].items()}
         self._has_diverged = bool(state["has_diverged"])
 
@@ -114,13 +114,10 @@ class Selection:
 
     def add(self, version: int, found: HeldOutResult) -> bool:
         """Add the evaluation of a version, and return whether it is the best so far."""
-        self.evaluations[version] = {
-            name: value for name, value in found.metrics.items() if math.isfinite(value)
-        }
-        self._columns[version] = {
-            name: [value if math.isfinite(value) else None for value in values]
-            for name, values in found.columns.items()
-        }
+        self.evaluations[version] = finite(found.metrics)
+        columns = self._columns[version] = {}
+        for name, values in found.columns.items():
+            columns[name] = [value if math.isfinite(value) else None for value in values]
         self._compare_with_highest(version, found)
         self._has_diverged |= divergence(self.evaluations, self._ppo.publish_min_agreement) is not None
         if version == 0:
@@ -154,6 +151,7 @@ class Selection:
             return True
         if self._has_diverged:
             return False
+        # Without the error, the highest of many noisy means would decide, which is often a late one.
         gain, error = paired_change(self._best_objectives, found.objectives, found.groups)
         return gain > error
 
@@ -169,10 +167,9 @@ class Selection:
 
     def write(self, path: Path) -> None:
         """Write one line for each evaluation."""
-        rows = [
-            {"version": version, "best": version == self.best, **found}
-            for version, found in self.evaluations.items()
-        ]
+        rows = []
+        for version, found in self.evaluations.items():
+            rows.append({"version": version, "best": version == self.best, **found})
         write_jsonl(path, rows)
 
     def write_columns(self, path: Path) -> None:

@@ -148,7 +148,7 @@ class StepChecks:
                 " other weights, or both round differently: float32 for ppo.engine.dtype and"
                 " ppo.policy_deepspeed.dtype tells which; raise the tolerance if it is rounding"
             )
-        far = gap > (self._ppo.logprob_gap_limit or limit / 2)
+        far = gap > limit / 2
         if far:
             alarm(
                 "engine_gap",

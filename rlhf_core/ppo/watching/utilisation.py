@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 
 from rlhf_core.cluster.rpc import Usage
@@ -214,7 +215,7 @@ def gpu_metrics(
         usage: Usage of each process by group, at the end of the step.
         groups: All groups of ranks.
     """
-    processes = [process for group in work.values() for process in group]
+    processes = list(chain.from_iterable(work.values()))
     metrics: Metrics = {}
     for phase, methods in {"rollout": _SAMPLING, "scoring": _SCORING, "training": _TRAINING}.items():
         samples = _sum(processes, "gpu_samples", methods)
@@ -259,7 +260,7 @@ def data_wait(
         overlapped: Whether the engines sample during scoring and training, so that `timing/rollout` is only
             the rest of it.
     """
-    processes = [process for group in work.values() for process in group]
+    processes = list(chain.from_iterable(work.values()))
     phases = {"scoring": _SCORING, "training": _TRAINING, "sync": _SYNC}
     if not overlapped:
         phases["rollout"] = _SAMPLING
@@ -276,8 +277,11 @@ def moving_seconds(work: Mapping[str, Sequence[Counters]]) -> float:
     Args:
         work: Counters of the step, of each process by group.
     """
-    processes = [process for group in work.values() for process in group]
-    return sum(max(seconds_of(process, (method,)) for process in processes) for method in _MOVING)
+    processes = list(chain.from_iterable(work.values()))
+    seconds = 0.0
+    for method in _MOVING:
+        seconds += max(seconds_of(process, (method,)) for process in processes)
+    return seconds
 
 
 def seconds_of(process: Counters, methods: Sequence[str]) -> float:

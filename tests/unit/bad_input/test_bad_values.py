@@ -294,6 +294,16 @@ FIELDS = (
         ("ppo.rewards.0.allowed_hosts", "is no field of this version", "leave it out"),
     ),
     Bad(
+        "a limit that follows from another one",
+        "ppo: {logprob_gap_limit: 0.1}\n",
+        ("ppo.logprob_gap_limit", "is no field of this version", "half of ppo.weight_sync.canary_tolerance"),
+    ),
+    Bad(
+        "a permission that is not needed any more",
+        "sft: {deepspeed: {allow_other_ranks: true}}\n",
+        ("sft.deepspeed.allow_other_ranks", "is no field of this version", "is converted without it"),
+    ),
+    Bad(
         "a queue of prompts, as earlier versions had",
         "ppo: {engine: {dispatch: queue}}\n",
         ("ppo.engine.dispatch", "is no field of this version", "leave it out"),
@@ -384,7 +394,7 @@ RANGES = (
     ("sft", "{epochs: 1000000000}", "sft.epochs", "use at most 10000"),
     ("ppo", "{epochs: 1000000000}", "ppo.epochs", "use at most 10000"),
     ("sft", "{optimizer: {weight_decay: 1000000000}}", "sft.optimizer.weight_decay", "use at most 10"),
-    ("ppo", "{policy: {eps: 1000000000}}", "ppo.policy.eps", "use at most 1"),
+    ("ppo", "{policy: {weight_decay: 1000000000}}", "ppo.policy.weight_decay", "use at most 10"),
     ("reward", "{optimizer: {max_grad_norm: 1.0e-9}}", "reward.optimizer.max_grad_norm", "use 1e-06 or more"),
     ("ppo", "{kl: {coef: 1000000000}}", "ppo.kl.coef", "use at most 1000"),
     ("ppo", "{score_clip: 1.0e-9}", "ppo.score_clip", "use 0.1 or more"),

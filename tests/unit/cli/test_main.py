@@ -22,7 +22,7 @@ import pytest
 
 import rlhf_core
 from rlhf_cli import main as cli
-from rlhf_cli.app import app, with_home
+from rlhf_cli.app import Stopped, app, with_home
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.system.machine import Disk
@@ -188,7 +188,7 @@ def test_argument_that_is_not_an_override_is_refused(
         (InputError("data.sft: no rows"), 2, "error: data.sft: no rows"),
         (WorkerDied("engine 0 died"), 3, "same command again"),
         (KeyboardInterrupt(), 130, "same command again"),
-        (cli.Stopped(signal.SIGTERM), 143, "SIGTERM"),
+        (Stopped(signal.SIGTERM), 143, "SIGTERM"),
         (RuntimeError("odd"), 3, "RuntimeError: odd"),
     ],
 )

@@ -24,7 +24,7 @@ import pytest
 
 from rlhf_core.cluster.agent import MARK, NodeAgent, mark_text
 from rlhf_core.cluster.base_model import BaseModel
-from rlhf_core.cluster.checkpoint_parts import needed_files, written_bytes
+from rlhf_core.cluster.stored_output import needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import model_digest, model_digests
 from rlhf_core.errors import ConfigError, CorruptArtifact, DataError, StoreError
@@ -33,7 +33,7 @@ from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
-from rlhf_core.system.held_folders import held
+from rlhf_core.system.files import held
 from rlhf_core.system.machine import Disk
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.testing.store import ScriptedStore

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -84,7 +84,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, SECTIONS["ppo"]),
         ({"run": {"retries": 7}}, set()),
         (
-            {"sft": {"deepspeed": {"ranks": 2, "allow_other_ranks": True}}, "ppo": {"reference_ranks": 3}},
+            {"sft": {"deepspeed": {"ranks": 2}}, "ppo": {"reference_ranks": 3}},
             set(),
         ),
         ({"reward": {"early_stop": {"every": 9}}}, SECTIONS["reward"]),
@@ -176,8 +176,8 @@ IN_NO_KEY = {
     "model.path", "model.revision", "data.chat_template", "register.votes",
     "data.sft.path", "data.sft.revision", "data.preference.path", "data.preference.revision",
     "data.prompts.path", "data.prompts.revision",
-    *(f"{section}.{name}" for section in DEEPSPEEDS for name in ("allow_other_ranks",
-        "gradient_checkpointing", "hpz", "ranks")),
+    *(f"{section}.{name}" for section in DEEPSPEEDS for name in ("gradient_checkpointing", "hpz",
+        "ranks")),
     "sft.checkpoint_every", "sft.eval_every", "sft.micro_batch_tokens", "sft.threads",
     "reward.checkpoint_every", "reward.micro_batch_tokens", "reward.min_accuracy", "reward.threads",
     "reward.judge.path", "reward.judge.revision", "reward.judge.micro_batch_tokens",
@@ -188,7 +188,7 @@ IN_NO_KEY = {
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.advantages.file",
     "ppo.teacher.path", "ppo.teacher.revision",
-    "ppo.checkpoint_every", "ppo.enabled", "ppo.logprob_gap_limit", "ppo.max_kl", "ppo.micro_batch_tokens",
+    "ppo.checkpoint_every", "ppo.enabled", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
@@ -367,6 +367,19 @@ def test_later_field_is_in_the_key_only_with_another_value() -> None:
 
     assert keys.result_settings(New()) == keys.result_settings(Old()) == {"rate": 0.5}
     assert keys.result_settings(New(patience=4)) == {"rate": 0.5, "patience": 4}
+
+
+def test_a_removed_field_stays_in_the_key_with_its_only_value() -> None:
+    class Old(Section):
+        rate: float = result(0.5)
+        momentum: float = result(0.9)
+
+    class New(Section):
+        constants: ClassVar = {"momentum": 0.9}
+
+        rate: float = result(0.5)
+
+    assert keys.result_settings(New()) == keys.result_settings(Old())
 
 
 OPTIONAL_SECTIONS = {

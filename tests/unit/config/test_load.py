@@ -50,9 +50,9 @@ def test_quoted_word_is_text() -> None:
 
 
 def test_numbers_for_int_and_float_fields() -> None:
-    config = parse_config(b"sft: {optimizer: {learning_rate: 1e-5, eps: 1}}\nppo: {steps: 7}\n")
+    config = parse_config(b"sft: {optimizer: {learning_rate: 1e-5, weight_decay: 1}}\nppo: {steps: 7}\n")
     assert config.sft.optimizer.learning_rate == 1e-5
-    assert config.sft.optimizer.eps == 1.0
+    assert config.sft.optimizer.weight_decay == 1.0
     assert config.ppo.steps == 7
 
 

@@ -15,9 +15,9 @@ import jsonschema
 import pytest
 
 from rlhf_cli.main import main
-from rlhf_core.config.schema import editor_schema
+from rlhf_core.config.messages import editor_schema
 from rlhf_core.config.yaml import read
-from rlhf_core.system.shipped import shipped
+from rlhf_core.system.files import shipped
 
 CONFIGS = sorted(shipped("deployments/configs").glob("*.yaml"))
 

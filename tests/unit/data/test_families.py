@@ -30,7 +30,7 @@ from rlhf_core.data.messages import Call, Message, tools_of
 from rlhf_core.data.templates import TOOLS_TEMPLATE, Encoded, EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_decoder, write_response_prefix
 from rlhf_core.errors import ModelError
-from rlhf_core.system.shipped import shipped
+from rlhf_core.system.files import shipped
 from tests.unit.data.data_samples import CHATML, TEXTS
 
 ASK, ANSWER = Message("user", "Is it late?"), Message("assistant", "It is noon.")

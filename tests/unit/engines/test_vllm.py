@@ -27,7 +27,7 @@ from unittest import mock
 
 import pytest
 
-from rlhf_core.config.engine import EngineConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.engines.vllm import Engine
 from rlhf_core.errors import InfrastructureError, OutOfMemory, WeightSyncError
 

@@ -22,7 +22,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_key
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import train_tokenizer
@@ -32,7 +32,7 @@ from rlhf_core.evaluation.statistics import failed_sets, regression_differences
 from rlhf_core.evaluation.summary import Intervals, interval_metrics
 from rlhf_core.pipeline import STAGES
 from rlhf_core.preflight import check
-from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.testing import stage_context
 from rlhf_core.types import PromptExample, RewardInput, SFTExample, StageContext

@@ -37,7 +37,7 @@ from rlhf_core.evaluation.review import (
 )
 from rlhf_core.evaluation.statistics import wilson, win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, parse_votes, voters
-from rlhf_core.ops.review.page import agreement_of_people, agreement_with_judge, preference_rows, render_page
+from rlhf_core.ops.review import agreement_of_people, agreement_with_judge, preference_rows, render_page
 from rlhf_core.tracking.gate import Gate
 from tests.unit.evaluation.test_report import HOSTILE
 

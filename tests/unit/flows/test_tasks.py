@@ -26,7 +26,7 @@ from rlhf_core.ops.drift.compare import DriftReport, Finding
 from rlhf_core.ops.drift.measures import Drift
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.retries import RetryPolicy
+from rlhf_core.run.stage_runner import RetryPolicy
 from rlhf_core.types import ArtifactRef
 from tests.support.prefect_api import PrefectApi
 

@@ -20,8 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlhf_core.config.constants import SHORT_ATTENTION
 from rlhf_core.models import attention as module
-from rlhf_core.models.attention import implementation
-from rlhf_core.models.short_attention import short_attention
+from rlhf_core.models.attention import implementation, short_attention
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

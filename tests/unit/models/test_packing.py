@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_core.models.packing import estimated_cost, plan_ranks
+from rlhf_core.models.batching import estimated_cost, plan_ranks
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 Plan = list[list[list[int]]]

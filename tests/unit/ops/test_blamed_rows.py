@@ -14,14 +14,14 @@ import pytest
 
 from rlhf_cli.main import main
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
 from rlhf_core.ops.blamed_rows import lost_items, trained_rows
 from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.pipeline import StageName
-from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.run.local_context import stage_context
 from rlhf_core.seeds import derive_seed, epoch_batch
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance

@@ -25,15 +25,13 @@ import yaml
 
 from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.statistics import bootstrap_mean, difference_of_means
-from rlhf_core.ops.compare.compare import Comparison, compare
-from rlhf_core.ops.compare.page import render, tables
-from rlhf_core.record.answers import AnswerRecord
+from rlhf_core.ops.compare import Comparison, compare, render, tables
 from rlhf_core.record.schema import REWARD, schema_of
-from rlhf_core.record.writer import RecordWriter
+from rlhf_core.record.writer import AnswerRecord, RecordWriter
 from rlhf_core.seeds import derive_seed
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
-from rlhf_cli import init
+from rlhf_cli import before
 from rlhf_cli.main import main
 from rlhf_core.config.consistency import check_consistency
 from rlhf_core.config.load import load_config
@@ -193,7 +193,7 @@ def test_the_file_is_yaml_of_few_lines(base: str) -> None:
 def test_the_schema_for_editors_is_beside_the_file_that_names_it(
     tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(init, "_show", lambda *arguments: None)  # the table, which needs a tokenizer
+    monkeypatch.setattr(before, "_show", lambda *arguments: None)  # the table, which needs a tokenizer
     out = tmp_path / "new" / "my.yaml"
     assert main(["init", "--model", base, "--pairs", "pairs.jsonl", "--out", str(out)]) == 0
     named = re.match(r"# yaml-language-server: \$schema=(\S+)\n", out.read_text())

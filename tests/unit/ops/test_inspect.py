@@ -48,20 +48,18 @@ from starlette.testclient import TestClient
 
 from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.record import RecordConfig, RecordLevel
+from rlhf_core.config.pipeline import RecordConfig, RecordLevel
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import find_run, newest_run
-from rlhf_core.ops.inspect.pages import Pages
+from rlhf_core.ops.inspect.pages import Pages, tokens_of
 from rlhf_core.ops.inspect.queries import grid, lowest, pairs, parting, steps
 from rlhf_core.ops.inspect.recorded import clip_range, recorded_runs
 from rlhf_core.ops.inspect.rollouts import CLIPPED, GUARDS, ClipRange, Filter, Key, RecordedRun, Rollouts
 from rlhf_core.ops.inspect.server import export, make_app
-from rlhf_core.ops.inspect.tokens import tokens_of
 from rlhf_core.pipeline import StageName
-from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.record.schema import schema_of
-from rlhf_core.record.writer import RecordWriter
+from rlhf_core.record.writer import AnswerRecord, RecordWriter
 from rlhf_core.run.local_context import stage_context
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store

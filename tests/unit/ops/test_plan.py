@@ -21,8 +21,8 @@ from rlhf_cli.main import main
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
-from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.plan import make_plan
+from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.ops.plan.speed import StepTime, optimizer_step_time, step_time
 from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware

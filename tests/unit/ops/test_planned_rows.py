@@ -108,6 +108,7 @@ def test_the_judge_trains_on_its_part_of_the_pairs_and_an_ensemble_several_times
     pairs = plan.table.card["counts"]["preference"]["train"]
     assert work["judge"].rows == round(pairs / 4) and work["reward"].rows == round(pairs * 3 / 4)
     assert work["reward"].steps == 3 * -(-work["reward"].rows // 8)
+    assert work["judge"].steps == -(-work["judge"].rows // 8), "it is one model"
     halved = stage_work(plan.config, plan.table, dict.fromkeys(plan.steps, 0.5))
     assert halved[0].seconds == halved[0].steps / 2
 

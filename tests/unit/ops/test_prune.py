@@ -27,8 +27,8 @@ from rlhf_cli import main as cli
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.executors.job_files import JobFiles
-from rlhf_core.ops.prune.prune import DAY, Pruning, parse_age
-from rlhf_core.ops.prune.retention import Reason
+from rlhf_core.ops.prune import DAY, Pruning, parse_age
+from rlhf_core.ops.retention import Reason
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.registered_policies import find_artifacts
 from rlhf_core.storage.bundles import Manifest

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import StoreError
-from rlhf_core.ops.prune.prune import remove
+from rlhf_core.ops.prune import remove
 from rlhf_core.storage.fencing import Claim, acquire, observe, renewed
 from rlhf_core.storage.inventory import (
     ArtifactName,
@@ -127,7 +127,7 @@ from pathlib import Path
 from rlhf_core.storage import fencing
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.inventory import read_inventory
-from rlhf_core.ops.prune.prune import remove
+from rlhf_core.ops.prune import remove
 from rlhf_core.system.home import Home
 from rlhf_core.testing.store import ScriptedStore
 

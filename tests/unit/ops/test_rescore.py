@@ -32,17 +32,15 @@ from scipy.stats import rankdata
 
 from rlhf_cli.main import main
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.record import RecordConfig
+from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.ops.finished_run import FinishedRun, find_run
-from rlhf_core.ops.rescore.comparison import compare, parting_step, verdict
-from rlhf_core.ops.rescore.rescore import rescore
+from rlhf_core.ops.rescore import compare, parting_step, rescore, verdict
 from rlhf_core.record.annotations import annotations_of
-from rlhf_core.record.answers import AnswerRecord
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.record.schema import schema_of
-from rlhf_core.record.writer import RecordWriter
+from rlhf_core.record.writer import AnswerRecord, RecordWriter
 from rlhf_core.rewards.compose import reward_input
 from rlhf_core.rewards.rules import gold
 from rlhf_core.run.local_context import stage_context

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import InfrastructureError, InputError
-from rlhf_core.ops.prune.prune import retained
+from rlhf_core.ops.prune import retained
 from rlhf_core.storage.inventory import ArtifactName
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking import mlflow_client

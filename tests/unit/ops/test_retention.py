@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_core.ops.prune.retention import UNFINISHED_SECONDS, Item, Known, Reason, decide
+from rlhf_core.ops.retention import UNFINISHED_SECONDS, Item, Known, Reason, decide
 from rlhf_core.storage.fencing import Claim
 from rlhf_core.storage.inventory import (
     ArtifactName,

@@ -23,7 +23,7 @@ from rlhf_core.data.dataset import write
 from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
-from rlhf_core.ops.review.record import _tracker, open_review
+from rlhf_core.ops.review import _tracker, open_review
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.mlflow_client import Mlflow

@@ -22,10 +22,15 @@ from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import CorruptArtifact
-from rlhf_core.evaluation.review import BlindPair, page_digest
-from rlhf_core.evaluation.sampled_answers import ANSWERS, AnswersToPrompt, SampledAnswer, write_answers
-from rlhf_core.ops.review.page import load_sampled_pairs
-from rlhf_core.ops.review.record import open_review, votes_command
+from rlhf_core.evaluation.review import (
+    ANSWERS,
+    AnswersToPrompt,
+    BlindPair,
+    SampledAnswer,
+    page_digest,
+    write_answers,
+)
+from rlhf_core.ops.review import load_sampled_pairs, open_review, votes_command
 from rlhf_core.tracking.mlflow_client import Mlflow
 from tests.support.sampled_run import made_run, save_votes
 

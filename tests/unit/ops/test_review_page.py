@@ -19,7 +19,7 @@ import pytest
 
 from rlhf_core.evaluation.review import blind_pairs, read_votes
 from rlhf_core.evaluation.votes import newest_files, parse_votes
-from rlhf_core.ops.review.page import render_page
+from rlhf_core.ops.review import render_page
 
 PAIRS = blind_pairs(
     [

@@ -32,9 +32,8 @@ from rlhf_core.data.formats import Record
 from rlhf_core.data.messages import Message
 from rlhf_core.data.sources import read_rows
 from rlhf_core.errors import ConfigError, InputError, VotesNeeded
-from rlhf_core.evaluation.review import BlindPair, page_digest
-from rlhf_core.evaluation.sampled_answers import AnswersToPrompt, SampledAnswer
-from rlhf_core.ops.review.record import open_review, record_votes
+from rlhf_core.evaluation.review import AnswersToPrompt, BlindPair, SampledAnswer, page_digest
+from rlhf_core.ops.review import open_review, record_votes
 from rlhf_core.ops.rounds import round_overrides, run_rounds
 from tests.support.sampled_run import made_run, save_votes
 

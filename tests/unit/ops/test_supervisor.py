@@ -22,10 +22,9 @@ import yaml
 from rlhf_core.errors import StageFailed
 from rlhf_core.ops.servers.servers import ServersState
 from rlhf_core.ops.servers.supervisor import QUEUE, Supervisor
-from rlhf_core.system.files import write_json
+from rlhf_core.system.files import shipped, write_json
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import free_port
-from rlhf_core.system.shipped import shipped
 
 
 @pytest.fixture

@@ -8,19 +8,23 @@
 - a candidate that fails is left out; if none runs, nothing is written
 - the table shows problems and overrides without markup
 - the first step is not counted, and with staleness the last one is not either
+- all stages that PPO reads are made before, and it gets the length limits of their data
 """
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from rlhf_cli.tune import _table
+from rlhf_cli.before import _table
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.data import Limits
+from rlhf_core.config.keys import stage_inputs
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InfrastructureError, InputError
 from rlhf_core.ops.tune import Trial, Tuned, candidates, tune
@@ -30,6 +34,7 @@ from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import ArtifactRef, StageContext
 
+LIMITS = Limits(prompt=20, response=30, text=40, new=30)
 PHASES = ("rollout", "scoring", "training", "sync")
 
 
@@ -94,11 +99,11 @@ def publish_inputs(config: PipelineConfig) -> None:
     """Publish the artifacts that PPO reads, as finished stages do."""
     run = PipelineRun(config, "")
     made: dict[StageName, ArtifactRef] = {}
-    stages: tuple[StageName, ...] = ("data", "sft", "reward")
-    for stage in stages:
+    for stage in stage_inputs(config, "ppo"):
         out = Path(config.run.home) / "out" / stage
         out.mkdir(parents=True)
         (out / "file").write_text(stage)
+        (out / "data_card.json").write_text(json.dumps({"limits": LIMITS._asdict()}))
         made[stage] = run.artifacts.publish(stage, run.spec(stage, made).key, out, Provenance())
 
 
@@ -154,6 +159,35 @@ def test_nothing_is_written_if_no_candidate_runs(file: Path, tmp_path: Path) -> 
     with pytest.raises(InputError, match="no candidate of ppo runs; as configured: too little memory"):
         tune(file, [], out, stages.train)
     assert not out.exists()
+
+
+def test_all_stages_that_ppo_reads_are_made_before(file: Path, tmp_path: Path) -> None:
+    publish_inputs(load_config(file, ["reward.judge={}"]))
+    read: list[set[str]] = []
+
+    def train(config: PipelineConfig, context: StageContext) -> None:
+        read.append(set(context.inputs))
+        raise InfrastructureError("enough")
+
+    with pytest.raises(InputError, match="enough"):
+        tune(file, ["reward.judge={}"], tmp_path / "tuned.yaml", train)
+    assert all(names == {"data", "sft", "reward", "judge"} for names in read)
+
+
+def test_ppo_gets_the_length_limits_of_its_data(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text("".join(f'{{"prompt": "Say {i}."}}\n' for i in range(40)))
+    own = f"[{{path: {tmp_path / 'own.jsonl'}}}]"
+    overrides = [f"data.prompts={own}", "data.sft=[{path: synthetic}]", "data.preference=[{path: synthetic}]"]
+    publish_inputs(load_config(file, overrides))
+    limits = []
+
+    def train(config: PipelineConfig, context: StageContext) -> None:
+        limits.append(config.limits)
+        raise InfrastructureError("enough")
+
+    with pytest.raises(InputError, match="enough"):
+        tune(file, overrides, tmp_path / "tuned.yaml", train)
+    assert set(limits) == {LIMITS}
 
 
 def test_the_table_has_no_markup() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.shape import known_shape
-from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.plan import fastest_settings
+from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.fit import compare_memory

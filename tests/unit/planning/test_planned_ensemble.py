@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.models.shape import known_shape
-from rlhf_core.ops.plan.batches import describe_batches
+from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.ops.plan.speed import group_time
 from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.hardware import parse_gpus

@@ -156,7 +156,7 @@ def test_guard_settings_do_not_change_the_artifact(tmp_path: Path) -> None:
     settings: list[dict[str, Any]] = [
         {},
         {"guards": {"loops": "off"}, "guard_patience": 1},
-        {"logprob_gap_limit": 1e-6},
+        {"weight_sync": {"canary_tolerance": 1.5e-5}},
     ]
     for number, ppo in enumerate(settings):
         context = stage_context(tmp_path / str(number), metrics=metrics)

@@ -25,7 +25,7 @@ import pytest
 from typing_extensions import override
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.config.record import RecordConfig, RecordLevel
+from rlhf_core.config.pipeline import RecordConfig, RecordLevel
 from rlhf_core.ppo import controller as controller_module
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.training.batch import RolloutColumns, RowColumns, row_columns

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.errors import InputError
-from rlhf_core.ops.prune.prune import remove, remove_copy, stale_copies
+from rlhf_core.ops.prune import remove, remove_copy, stale_copies
 from rlhf_core.record.annotations import annotate, annotations_of
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.fencing import observe

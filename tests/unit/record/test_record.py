@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rlhf_core.config.record import RecordConfig, RecordLevel
+from rlhf_core.config.pipeline import RecordConfig, RecordLevel
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.record import reader
 from rlhf_core.record.reader import RECORD, read_rollouts

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.executors.child import StageProcess
+from rlhf_core.executors import child
+from rlhf_core.executors.child import NextStage, StageProcess
 from rlhf_core.executors.spec import StageSpec
-from rlhf_core.run import next_stage, stage_runner
-from rlhf_core.run.next_stage import NextStage
+from rlhf_core.run import stage_runner
 
 CONFIG = PipelineConfig()
 OTHER = PipelineConfig.model_validate({"run": {"seed": 1}})
@@ -140,7 +140,7 @@ def test_a_preparation_that_fails_does_not_end_the_running_stage(tmp_path: Path)
 
 def test_source_files_that_cannot_be_read_are_left_out(sources: Path) -> None:
     (sources / ".#loss.py").symlink_to("user@host.1:2")  # of an editor
-    assert list(next_stage._modification_times(sources)) == [str(sources / "loss.py")]
+    assert list(child._modification_times(sources)) == [str(sources / "loss.py")]
 
 
 def test_a_process_for_another_stage_keeps_waiting(prepared: NextStage, started: Started) -> None:

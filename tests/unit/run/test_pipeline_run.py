@@ -45,7 +45,7 @@ from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run import stage_runner
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check, reuse_or_check
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
-from rlhf_core.run.retries import RetryPolicy
+from rlhf_core.run.stage_runner import RetryPolicy
 from rlhf_core.run.state import describe_runs
 from rlhf_core.storage.artifacts import ArtifactCopy, ArtifactStore, Provenance
 from rlhf_core.storage.checkpoints import CheckpointStore

@@ -31,8 +31,7 @@ import pytest
 from rlhf_cli.main import main
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.ops.publish.card import licence_of, model_card
-from rlhf_core.ops.publish.publish import publish
+from rlhf_core.ops.publish import licence_of, model_card, publish
 from rlhf_core.ops.serve import serve_command, tokenizer_alone
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.registered_policies import RegisteredPolicy, open_policy
@@ -249,7 +248,7 @@ def test_a_link_is_no_folder_to_publish_to(home: str, tmp_path: Path) -> None:
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rlhf_core.ops.publish import publish
+from rlhf_core.ops import publish
 from rlhf_core.run.registered_policies import open_policy
 
 publish.model_card = lambda policy: os.kill(os.getpid(), signal.SIGKILL)

@@ -22,8 +22,13 @@ from rlhf_core.config.keys import stage_inputs
 from rlhf_core.errors import BudgetSpent, OutOfMemory, RLHFError, StageFailed, StageTimedOut
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.retries import NEVER_RETRIED, RetryPolicy, retry_with
-from rlhf_core.run.stage_runner import get_or_run_stage, run_with_retries
+from rlhf_core.run.stage_runner import (
+    NEVER_RETRIED,
+    RetryPolicy,
+    get_or_run_stage,
+    retry_with,
+    run_with_retries,
+)
 from rlhf_core.types import ArtifactRef
 from tests.support.toy_stage import toy_environment
 

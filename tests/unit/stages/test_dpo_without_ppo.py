@@ -26,7 +26,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_judge
 from rlhf_core.executors.spec import StageRecord
 from rlhf_core.models.shape import known_shape
-from rlhf_core.ops.plan.batches import describe_batches
+from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.checkpoints import checkpoint_sizes

@@ -16,7 +16,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.evaluation.plots import to_png
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
-from rlhf_core.stages.evaluation_files import _minutes, evaluation_figures
+from rlhf_core.stages.evaluate import _minutes, evaluation_figures
 from rlhf_core.testing import stage_context
 from rlhf_core.types import ArtifactRef
 

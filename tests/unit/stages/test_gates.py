@@ -14,9 +14,8 @@ import torch
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import GateFailed
-from rlhf_core.run.next_stage import NextStage
-from rlhf_core.run.retries import RetryPolicy
-from rlhf_core.run.stage_runner import get_or_run_stage
+from rlhf_core.executors.child import NextStage
+from rlhf_core.run.stage_runner import RetryPolicy, get_or_run_stage
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.training import accuracy_interval

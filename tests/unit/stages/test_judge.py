@@ -31,8 +31,8 @@ from rlhf_core.errors import ConfigError, DataError, Finding, GateFailed, ModelE
 from rlhf_core.evaluation import scoring
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.shape import tiny_shape
-from rlhf_core.ops.plan.batches import describe_batches
 from rlhf_core.ops.plan.plan import fastest_settings
+from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.loads import device_loads

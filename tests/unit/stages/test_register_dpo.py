@@ -21,7 +21,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_inputs
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.evaluation.policy_files import POLICY_STAGE, PolicyFiles
-from rlhf_core.ops.publish.card import model_card
+from rlhf_core.ops.publish import model_card
 from rlhf_core.ops.serve import serve_command
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.registered_policies import load_registered

@@ -38,7 +38,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation import generate
 from rlhf_core.evaluation.generate import SamplingSettings
 from rlhf_core.evaluation.policy_files import PolicyFiles
-from rlhf_core.evaluation.sampled_answers import ANSWERS, SampledAnswer, read_answers
+from rlhf_core.evaluation.review import ANSWERS, SampledAnswer, read_answers
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages import sample

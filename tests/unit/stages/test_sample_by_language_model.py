@@ -26,7 +26,7 @@ from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation import scoring
-from rlhf_core.evaluation.sampled_answers import ANSWERS, read_answers
+from rlhf_core.evaluation.review import ANSWERS, read_answers
 from rlhf_core.pipeline import STAGES
 from rlhf_core.stages import sample
 from rlhf_core.stages.gates import check_gate

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.backend import LocalFiles
 from rlhf_core.storage.fencing import LeaseTimes, acquire
-from rlhf_core.storage.local import LocalFiles
 from rlhf_core.storage.store import Store, check_backend
 from rlhf_core.system.processes import here
 from rlhf_core.types import ArtifactRef

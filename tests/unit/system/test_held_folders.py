@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.system.held_folders import delete_abandoned, held
+from rlhf_core.system.files import delete_abandoned, held
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from rlhf_core.system.held_folders import held
+from rlhf_core.system.files import held
 with held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

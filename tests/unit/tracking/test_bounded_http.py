@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from urllib3.connection import HTTPConnection
 
-from rlhf_cli.main import Stopped
+from rlhf_cli.app import Stopped
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.tracking import bounded_http
 from rlhf_core.tracking.champions import registered_models

@@ -31,7 +31,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, InputError
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.external_inputs import data_sets
-from rlhf_core.tracking import traces
+from rlhf_core.tracking import stage_run
 from rlhf_core.tracking.database import artifacts_of, ensure_database, ui_command
 from rlhf_core.tracking.mlflow_client import Mlflow, Point, is_unreachable
 from rlhf_core.tracking.stage_run import Pauses, Spool, next_attempt
@@ -796,7 +796,7 @@ def test_a_tracker_without_traces_ends_the_run_with_one_warning(
 def test_traces_end_with_their_time(
     tracking: Tracking, tracker: Tracker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(traces, "MOST_SECONDS", -1.0)
+    monkeypatch.setattr(stage_run, "MOST_SECONDS", -1.0)
     run = stage(tracking, None)
     run.log_answers([answered(0)])
     run.flush()

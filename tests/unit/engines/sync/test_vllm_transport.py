@@ -24,8 +24,8 @@ from torch.multiprocessing import reductions
 from vllm.distributed.weight_transfer import ipc_engine, nccl_engine, packed_tensor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from rlhf_core.engines.sync import receiver, vllm_transport
-from rlhf_core.engines.sync.vllm_transport import VllmTransport
+from rlhf_core.engines.sync import receiver
+from rlhf_core.engines.sync.sender import VllmTransport, _Versioned
 from rlhf_core.engines.sync.wire import Acknowledgement, TensorSpec, TransportConfig
 from rlhf_core.system.heartbeat import Monitor, register, unregister
 from tests.support.cuda_on_cpu import replace_cuda
@@ -246,7 +246,7 @@ def test_each_worker_of_an_engine_takes_the_buffer_on_its_own_gpu(monkeypatch: p
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
     engines = _Engines()
-    client = vllm_transport._Versioned(engines, ipc=True)
+    client = _Versioned(engines, ipc=True)
     handles = {f"GPU-{gpu}": handle(gpu) for gpu in range(4, 8)}
     client.update_weights(
         {"names": ["a"], "dtype_names": ["float32"], "shapes": [[4]], "tensor_sizes": [16],

@@ -18,8 +18,8 @@ import pytest
 from typing_extensions import override
 
 from rlhf_core.cluster.rpc import RemoteActor, Usage
-from rlhf_core.config.engine import EngineConfig
 from rlhf_core.config.pipeline import TimeoutsConfig
+from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import EnginePool

@@ -1,34 +1,148 @@
-"""The model card of a registered policy, made from its lineage. `card.md.j2` is its text."""
+"""`rlhf publish`: a registered policy in Hugging Face layout, with a model card made from its lineage.
+
+publish         to a folder
+publish_to_hub  to a repository of the Hugging Face hub
+model_card      the text of the card, from the template `card.md.j2`
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import shutil
+import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from yaml import YAMLError
 
 from rlhf_core.config.address import is_hub_model
+from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.redact import scrubbed
-from rlhf_core.config.register import PolicyStage
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED, endless_models, results_of, titles_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.registered_policies import RegisteredPolicy, RegisteredVersion
+from rlhf_core.system.files import TEMPORARY, delete_abandoned, held, write_atomic
 
 log = logging.getLogger(__name__)
 
+_CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
 _HUB_DATA = re.compile(r"hub:(?P<name>.+?)@(?P<commit>[^:]+):")
 """Digest of a data set of the hub, with its split."""
 _IDENTIFIER = re.compile(r"[\w.-]+")
 _OF_NUMBERS = ("first", "match", "away", "judge", "min_prompts", "min_win_rate")
 """Rules whose reason consists of numbers. Others can contain messages of errors, and paths in them."""
+_UNFINISHED = f"{TEMPORARY}publish-"
+"""Prefix of the names of folders that `publish` has not finished."""
+
+
+def publish(policy: RegisteredPolicy, folder: Path) -> Path:
+    """Write the model and `README.md` to `folder`, which appears when complete.
+
+    An adapter is part of the model's weights. It is not copied, because its base model is not published. What
+    a killed process has left next to the folder is deleted.
+
+    Raises InputError if the folder has files, is a file or a link itself, or cannot be written.
+    """
+    if folder.is_symlink():
+        raise InputError(f"{folder} is a link; name a folder")
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; name a folder")
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise InputError(f"{folder} has files already; name another folder, or delete this one")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = folder.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+        with held(temporary):
+            _write(policy, folder, temporary)
+    except OSError as error:
+        # `copytree` lists its errors as tuples of source, target and reason.
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        raise InputError(
+            f"{folder} cannot be written ({why}); free space there, or name another folder"
+        ) from error
+    finally:
+        delete_abandoned(folder.parent, f"{_UNFINISHED}*")
+    return folder
+
+
+def _write(policy: RegisteredPolicy, folder: Path, temporary: Path) -> None:
+    try:
+        shutil.copytree(policy.folder / "policy", temporary, copy_function=shutil.copyfile)
+        (temporary / _CARD).write_text(model_card(policy), encoding="utf-8")
+        for path in (temporary, *temporary.rglob("*")):  # artifacts are read-only
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        # This also replaces an empty folder.
+        temporary.replace(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class OnHub(NamedTuple):
+    """What `publish_to_hub` made."""
+
+    address: str
+    """URL of the commit."""
+    private: bool | None
+    """Whether only its owner can read the repository. None if the hub does not say."""
+
+
+def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool = False) -> OnHub:
+    """Upload the model and its card to a repository of the hub, which is made private if it is new. All other
+    files of the repository are deleted.
+
+    The token is that of `hf auth login` or HF_TOKEN; HF_ENDPOINT names another hub.
+
+    Args:
+        policy: The policy.
+        repository: `owner/name`.
+        replace: Whether the files of a repository that has some are deleted.
+
+    Raises:
+        InputError: The name is not one of a repository, or the hub refuses or cannot be reached, or the
+            repository has files.
+    """
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    api = HfApi()
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as temporary:
+        folder = Path(temporary, "model")
+        # Links, so that a kill leaves no copy of the weights.
+        source = (policy.folder / "policy").absolute()
+        shutil.copytree(source, folder, copy_function=os.symlink)
+        write_atomic(folder / _CARD, model_card(policy))
+        try:
+            private: bool | None = True
+            try:
+                private = api.repo_info(repository).private
+            except RepositoryNotFoundError:
+                api.create_repo(repository, private=True)
+            else:
+                files = [name for name in api.list_repo_files(repository) if name != ".gitattributes"]
+                if files and not replace:
+                    raise InputError(
+                        f"{repository} exists with {len(files)} files, and an upload deletes all of them;"
+                        " name another repository, or use --replace"
+                    )
+            commit = api.upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                commit_message=f"{policy.name}, version {policy.version.version}, weights {policy.weights}",
+                delete_patterns="*",  # files of an earlier version, such as further shards
+            )
+        except (httpx2.HTTPError, OSError, HFValidationError) as error:  # OSError: the offline mode
+            raise InputError(f"{repository} cannot be written on the hub: {error}") from error
+    return OnHub(commit.commit_url, private)
 
 
 def model_card(policy: RegisteredPolicy) -> str:
@@ -67,11 +181,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         first_base=first_base[0],
         weights=policy.weights,
         left_out=_first(policy).metrics("sft"),
-        artifacts=[
-            (stage, tags[f"rlhf.{stage}.key"], tags[f"rlhf.{stage}.digest"][:16])
-            for stage in STAGES
-            if f"rlhf.{stage}.key" in tags
-        ],
+        artifacts=_artifacts(tags),
         has_adapter=policy.files.adapter is not None,
         sources=sources,
         evaluation=evaluation,
@@ -87,6 +197,15 @@ def model_card(policy: RegisteredPolicy) -> str:
         problems=endless_models(evaluation.get("eos_rate", {}), titles),
     )
     return scrubbed(str(card)) + "\n"
+
+
+def _artifacts(tags: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return stage, key and the beginning of the digest of each artifact behind a version."""
+    found: list[tuple[str, str, str]] = []
+    for stage in STAGES:
+        if key := tags.get(f"rlhf.{stage}.key"):
+            found.append((stage, key, tags[f"rlhf.{stage}.digest"][:16]))
+    return found
 
 
 def _judge(evaluation: Mapping[str, Any]) -> str:
@@ -165,7 +284,7 @@ def licence_of(card: Path) -> str | None:
         found = (metadata_load(card) or {}).get("license")
     except (ValueError, YAMLError, RecursionError):
         return None
-    names = [str(each) for each in (found if isinstance(found, list) else [found])]
+    names = list(map(str, found if isinstance(found, list) else [found]))
     if found in (None, "", "unknown") or not all(map(_IDENTIFIER.fullmatch, names)):
         return None
     return ", ".join(names) or None

@@ -9,43 +9,48 @@ the contents, so that several people can vote, and the same file counts once.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import itertools
 import json
 import math
 import os
+import random
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+
+from jinja2 import PackageLoader
+from markupsafe import Markup
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.messages import Message
 from rlhf_core.data.prompt_sets import load_encoder
 from rlhf_core.errors import InputError
+from rlhf_core.evaluation.report import environment
 from rlhf_core.evaluation.review import (
+    ANSWERS,
     BlindPair,
     Opponent,
+    SampledAnswer,
     Vote,
+    blind_pairs,
     groups,
     load_blind_pairs,
     page_digest,
+    read_answers,
     read_votes,
     votes_by_pair,
 )
-from rlhf_core.evaluation.sampled_answers import ANSWERS
 from rlhf_core.evaluation.statistics import Interval, win_rate
 from rlhf_core.evaluation.votes import MAX_BYTES, VoteFile, parse_votes
 from rlhf_core.ops.finished_run import FinishedRun, find_run
-from rlhf_core.ops.review.page import (
-    agreement_of_people,
-    agreement_with_judge,
-    load_sampled_pairs,
-    preference_rows,
-    render_page,
-)
 from rlhf_core.pipeline import StageName
+from rlhf_core.seeds import derive_seed
 from rlhf_core.system.files import read_bounded, write_atomic, write_jsonl
 from rlhf_core.tracking.champions import registry_errors
 from rlhf_core.tracking.mlflow_client import Mlflow, Point
@@ -142,7 +147,7 @@ class Review:
         return Result(
             voted=voted,
             files=len(files),
-            people=len({person for votes in by_pair.values() for person in votes}),
+            people=len(set(chain.from_iterable(by_pair.values()))),
             votes=sum(map(len, by_pair.values())),
             win_rate=rate,
             judge_agreement=agreement_with_judge(voted),
@@ -310,10 +315,9 @@ def _log(review: Review, run_id: str, result: Result, files: list[Path]) -> None
     mlflow = _tracker(review)
     prefix = f"review/{_SAMPLES[review.opponent].page.replace('-', '_')}"
     # The number of files is the step, so that the last value is that of most files for any clock of a person.
-    points = [
-        Point(f"{prefix}/{name}", value, result.files, result.saved)
-        for name, value in result.metrics().items()
-    ]
+    points = []
+    for name, value in result.metrics().items():
+        points.append(Point(f"{prefix}/{name}", value, result.files, result.saved))
     with registry_errors(mlflow, f"record the votes in the run {run_id}"):
         mlflow.log_points(run_id, points)
         for file in files:
@@ -337,12 +341,108 @@ def _with_one_message(review: Review, votes: list[Vote]) -> list[Vote]:
     """
     if review.config.data.template == "plain" or review.opponent == "sample":
         return votes
-    artifacts, ref = review.run.artifact("data")
-    folder = artifacts.fetch(ref)
+    folder = review.run.data()
     encoder = load_encoder(review.config, folder)
     tokens = {prompt.prompt_id: prompt.input_ids for prompt in load_prompts(folder, "eval")}
-    return [
-        vote
-        for vote in votes
-        if tokens.get(vote.pair.sample["prompt_id"]) == encoder.prompt([Message("user", vote.pair.prompt)])
-    ]
+
+    def has_one_message(vote: Vote) -> bool:
+        alone = encoder.prompt([Message("user", vote.pair.prompt)])
+        return tokens.get(vote.pair.sample["prompt_id"]) == alone
+
+    return list(filter(has_one_message, votes))
+
+
+def load_sampled_pairs(file: Path) -> list[BlindPair]:
+    """Return a pair of two different answers to each prompt in `answers.jsonl` that has them. The choice and
+    the orders are random, and the content of the file determines them.
+
+    Raises CorruptArtifact.
+    """
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    # Seeded by the content: the votes are read with the order that the page had.
+    rng = random.Random(derive_seed(0, "review of samples", digest))
+    samples = []
+    for prompt in read_answers(file):
+        different = prompt.different
+        if len(different) < 2:
+            continue
+        one, other = rng.sample(different, 2)
+        sample: dict[str, str | None] = {"prompt_id": prompt.prompt_id, "prompt": prompt.prompt}
+        samples.append(sample | {"policy": one.text, "sample": other.text, "winner": _winner(one, other)})
+    return blind_pairs(samples, digest, "sample", "policy")
+
+
+def _winner(one: SampledAnswer, other: SampledAnswer) -> str | None:
+    """Return which answer has the higher score; None if they have none."""
+    if one.score is None or other.score is None:
+        return None
+    difference = one.score - other.score
+    if difference == 0:
+        return "tie"
+    if difference > 0:
+        return "policy"
+    return "sample"
+
+
+def render_page(name: str, pairs: Sequence[BlindPair], options: str = "") -> str:
+    """Return the HTML document. The same arguments always give the same bytes.
+
+    Prompts and answers are untrusted text (see `evaluation.report`). The one script of the page is allowed by
+    its digest, and the content security policy blocks all requests.
+
+    `options` are those of the command that reads the votes, such as ` --of sample`.
+    """
+    templates = environment().overlay(loader=PackageLoader("rlhf_core.ops", package_path=""))
+    script = templates.get_template("review.js.j2").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = templates.get_template("review.html.j2")
+    document = page.render(
+        name=name,
+        pairs=pairs,
+        digest=page_digest(pairs),
+        options=options,
+        # Not escaped, because the digest is that of the text as it is.
+        script=Markup(script),
+        script_digest=f"sha256-{digest}",
+    )
+    return document.strip() + "\n"
+
+
+def agreement_with_judge(votes: Sequence[Vote]) -> float | None:
+    """Return the share of votes that agree with the judge of the run; half where one of both is a tie. None
+    if no judge has scored the answers.
+    """
+    same: list[float] = []
+    for vote in votes:
+        winner = vote.pair.sample["winner"]
+        if winner is not None:
+            by_judge = {vote.pair.policy: 1.0, "tie": 0.5}.get(winner, 0.0)
+            same.append(1 - abs(vote.preference - by_judge))
+    return _mean(same)
+
+
+def agreement_of_people(by_pair: Mapping[int, Mapping[str, float]]) -> float | None:
+    """Return the mean agreement of two people who voted on the same pair, over all such people and pairs: 1
+    for the same vote, 0.5 if one of both is a tie. None if no pair has votes of two people.
+    """
+    same: list[float] = []
+    for votes in by_pair.values():
+        same += [1 - abs(one - other) for one, other in itertools.combinations(votes.values(), 2)]
+    return _mean(same)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return math.fsum(values) / len(values)
+
+
+def preference_rows(votes: Sequence[Vote]) -> list[dict[str, str]]:
+    """Return the votes as rows for `data.preference`. Ties, and answers with the same text, have none."""
+    rows = []
+    for vote in votes:
+        sample, policy, opponent = vote.pair.sample, vote.pair.policy, vote.pair.opponent
+        better, worse = (policy, opponent) if vote.preference > 0.5 else (opponent, policy)
+        if vote.preference != 0.5 and sample[better] != sample[worse]:
+            rows.append({"prompt": sample["prompt"], "chosen": sample[better], "rejected": sample[worse]})
+    return rows

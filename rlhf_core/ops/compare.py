@@ -16,18 +16,21 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import yaml
 
 from rlhf_core.config.keys import leaves
+from rlhf_core.config.redact import printable
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES
-from rlhf_core.evaluation.plots import GOLD, StepMetrics, read_step_metrics
+from rlhf_core.evaluation.plots import GOLD, StepMetrics, compared_curves, read_step_metrics, to_image
+from rlhf_core.evaluation.report import Plot
 from rlhf_core.evaluation.statistics import Interval, difference_of_means
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.ops import tables as shown
 from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.ops.first_difference import Recording, differing, first_difference
 from rlhf_core.pipeline import STAGES, StageName
@@ -35,6 +38,9 @@ from rlhf_core.record.reader import RECORD, read_rollouts
 from rlhf_core.record.schema import REWARD
 from rlhf_core.run.summary import policy_of
 from rlhf_core.system.files import read_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CURVES = {"score": "objective/scores", "KL": "objective/kl", "length": "rollout/length"}
 """Metrics of the steps of PPO by the names that are shown."""
@@ -131,14 +137,17 @@ def compare(names: Sequence[str], home: str, endpoint: str | None = None) -> Com
         raise InputError(f"rlhf compare needs at least two runs; got {len(names)}; name another one")
     runs = [_Run(find_run(name, home, endpoint)) for name in names]
     facts = [_facts(run.finished) for run in runs]
-    by_kind = {kind: differing(*(each[kind] for each in facts)) for kind in facts[0]}
     has_gold = all(any(map(isfinite, run.history.column(GOLD))) for run in runs)
     metrics = CURVES | _GOLD if has_gold else CURVES
     curves = [run.curve(metrics.values()) for run in runs]
+    found: dict[str, list[Row]] = {}
+    for kind in facts[0]:
+        if rows := differing(*(each[kind] for each in facts)):
+            found[kind] = [Row(*each) for each in rows.items()]
     steps = sorted(set.intersection(*map(set, curves)))
     return Comparison(
         tuple(run.name for run in runs),
-        {kind: [Row(*each) for each in rows.items()] for kind, rows in by_kind.items() if rows},
+        found,
         _results(runs),
         int(runs[0].evaluation.get("prompts", 0)),
         [(step, _values([curve[step] for curve in curves], metrics)) for step in _spaced(steps)],
@@ -161,14 +170,14 @@ def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
             data[f"content of {name.removeprefix('sources.')}"] = value
         elif name.startswith("schema."):
             code[f"version of the stage {name.removeprefix('schema.')}"] = value
-    for name, value in run.stages.get("data", {}).get("metrics", {}).items():
-        data[name.removeprefix("data/")] = value
     versions: dict[str, set[str]] = defaultdict(set)
-    for stage in STAGES:
-        if stage in run.stages:
-            artifacts, ref = run.artifact(stage)
-            for name, version in artifacts.origin(ref).versions.items():
-                versions[name].add(version)
+    for stage in filter(run.stages.__contains__, STAGES):
+        for name, value in run.stages[stage].get("metrics", {}).items():
+            if name.startswith("data/"):
+                data[name.removeprefix("data/")] = value
+        artifacts, ref = run.artifact(stage)
+        for name, version in artifacts.origin(ref).versions.items():
+            versions[name].add(version)
     in_words = {name: ", ".join(sorted(found)) for name, found in versions.items()}
     code |= {f"digest ({name})": in_words.pop(name, None) for name in ("code", "git")}
     in_words["device"] = state.get("decided_by", {}).get("device")
@@ -185,7 +194,7 @@ class _Run:
         self.name = finished.name
         self.policy = policy_of(finished.summary)
         self.folders: dict[StageName, Path] = {}
-        for stage in ("data", "ppo", "evaluate"):
+        for stage in ("ppo", "evaluate"):
             if stage in finished.stages:
                 artifacts, ref = finished.artifact(stage)
                 # The record of PPO can be large, and is needed only if the runs have common steps.
@@ -209,7 +218,7 @@ class _Run:
 
     def interval(self, measure: str, prompts: Sequence[str], values: Sequence[float]) -> Interval:
         """Return the mean of values of held-out prompts, with the interval of the evaluation."""
-        intervals = Intervals(self.finished.config("evaluate"), load_prompts(self.folders["data"], "eval"))
+        intervals = Intervals(self.finished.config("evaluate"), load_prompts(self.finished.data(), "eval"))
         return intervals.mean(measure, values, intervals.groups_of(prompts))
 
     def judge_digest(self, measure: str) -> str | None:
@@ -292,6 +301,7 @@ def _results(runs: Sequence[_Run]) -> list[Row]:
     """Return the results of all runs, those first that are paired and most trustworthy."""
     differences = [_differences(runs[0], other) for other in runs[1:]]
     by_run = [run.results() for run in runs]
+    # The order of `MEASURES` is that of trust.
     names = dict.fromkeys(
         [*MEASURES, *(n for each in differences for n in each), *(n for f in by_run for n in f)]
     )
@@ -330,6 +340,7 @@ def _mlflow_link(runs: Sequence[FinishedRun]) -> str:
     links = [match for run in runs for text in run.summary["where"].values() if (match := _LINK.match(text))]
     servers = {run.summary.get("tracking_uri") or run.home.path for run in runs}
     ids = [run.summary.get("mlflow_run_id") for run in runs]
+    # One page shows runs of one server only.
     if len(servers) > 1 or None in ids or not links:
         return ""
     experiments = sorted({link[2] for link in links})
@@ -337,3 +348,60 @@ def _mlflow_link(runs: Sequence[FinishedRun]) -> str:
     command = runs[0].summary["where"].get("MLflow", "")
     running = "" if command.startswith("http") else f" while this runs: {command}"
     return "{}/#/compare-runs?runs={}&experiments={}{}".format(links[0][1], *lists, running)
+
+
+def tables(found: Comparison) -> dict[str, shown.Table]:
+    """Return what is shown, in words, by the title of the table. A run has a letter."""
+    letters = [chr(ord("A") + number) for number in range(len(found.runs))]
+    differing = []
+    for kind, rows in found.differing.items():
+        differing += [[kind, row.what, *map(_in_words, row.values)] for row in rows]
+    results = []
+    for row in found.results:
+        minus = ["-" if each is None else f"{signed(each)} on {counted(each)}" for each in row.differences]
+        results.append([row.what, *map(_in_words, row.values), *minus])
+    curves = []
+    for step, values in found.curves:
+        cells = [each for of_runs in values.values() for each in of_runs]
+        curves.append([str(step), *("-" if each is None else f"{each:.3g}" for each in cells)])
+    note = (
+        f"Differences are paired by prompt. They are of those of the {found.held_out} held-out prompts of A"
+        " that both runs answered and whose scores both have kept. Where they have mostly other prompts, the"
+        " difference is that of two independent means. All intervals are over prompts: one seed of each says"
+        " nothing about the noise of training."
+    )
+    columns = [f"{name} {letter}" for name in found.metrics for letter in letters]
+    found_tables: dict[str, shown.Table] = {
+        "Runs": (["", "run"], list(map(list, zip(letters, found.runs, strict=True))), ""),
+        "What differs": (["kind", "what", *letters], differing, ""),
+        "Results": (["measure", *letters, *(f"{other} - A" for other in letters[1:])], results, note),
+        "PPO": (["step", *columns], curves, found.parted),
+    }
+    return {title: table for title, table in found_tables.items() if table[1]}
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 50 else f"{text[:12]}..."
+
+
+def show(found: Comparison, console: Console) -> None:
+    """Print the verdict, what differs, the results and the curves."""
+    shown.show(found.verdict, tables(found), console)
+    if found.mlflow:
+        console.print(f"MLflow: {printable(found.mlflow)}", soft_wrap=True, markup=False)
+
+
+def render(found: Comparison) -> str:
+    """Return the comparison as one HTML document without scripts."""
+    plots = {}
+    if found.curves:
+        image = to_image(compared_curves(found.histories, found.metrics))
+        plots["PPO"] = Plot("Steps of PPO", found.parted, image)
+    return shown.render(
+        "comparison", found.runs, found.verdict, tables(found), plots=plots, link=found.mlflow
+    )

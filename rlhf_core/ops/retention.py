@@ -197,6 +197,7 @@ def _reason_of_kind(artifact: StoredArtifact) -> Reason | None:
 def _descendants_first(artifacts: Mapping[ArtifactName, StoredArtifact]) -> list[StoredArtifact]:
     graph = {name: sorted(artifacts[name].descends_from) for name in artifacts}
     ancestors_first = filter(artifacts.__contains__, TopologicalSorter(graph).static_order())
+    # Reversed, so that an interrupted deletion leaves no artifact without what it was made of.
     return [artifacts[name] for name in ancestors_first][::-1]
 
 

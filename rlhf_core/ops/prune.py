@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import InputError, Superseded
 from rlhf_core.executors.job_files import JobFiles
-from rlhf_core.ops.prune.retention import (
+from rlhf_core.ops.retention import (
     UNFINISHED_SECONDS,
     CachedCopy,
     Item,
@@ -211,6 +212,7 @@ class Pruning:
         allowed = {item.subject for item in plan.deleted}
         for item in plan.deleted:
             subject = item.subject
+            # A deletion can take hours, in which a version can become champion.
             if self._clock.monotonic() - self._refreshed_at > _FRESH_SECONDS:
                 known = self._refreshed(known)
                 allowed = {each.subject for each in decide(known) if each.reason is None}
@@ -241,7 +243,8 @@ class Pruning:
         claims = observe(self._store, keys, clock=self._clock)
         known = self._refreshed(Known(inventory, claims, (), (), (), self._now(), self._age))
         # What a version, run or stage needs, and no listing has.
-        inputs = [ArtifactName.parse(text) for claim in claims.values() for text in claim.inputs]
+        texts = chain.from_iterable(claim.inputs for claim in claims.values())
+        inputs = list(map(ArtifactName.parse, texts))
         inventory = add_unlisted(self._store, inventory, [*known.needed, *known.in_use, *inputs])
         unlisted = {artifact.key for artifact in inventory.artifacts} - keys
         claims |= observe(self._store, unlisted, clock=self._clock)
@@ -250,7 +253,7 @@ class Pruning:
     def _refreshed(self, known: Known) -> Known:
         """Return `known` with what the registry, the runs of this home and the jobs need now."""
         runs = list(self._of_runs())
-        of_runs = [name for _, names in runs for name in names]
+        of_runs = chain.from_iterable(names for _, names in runs)
         in_use = frozenset([*of_runs, *self._of_jobs()])
         started = min((start for start, _ in runs), default=math.inf)
         versions, registered = retained(self._mlflow)
@@ -276,6 +279,7 @@ class Pruning:
             alive = process.alive()
             names = [ArtifactName(stage, str(each.get("key"))) for stage, each in state["stages"].items()]
             if alive:
+                # The start of a process is in seconds since the boot of this host.
                 yield self._now() - (seconds_since_boot() - process.started), names
             # It is on another host, or that host has gone. Its start is not known.
             elif alive is None and state["updated"] > self._now() - UNFINISHED_SECONDS:
@@ -285,6 +289,7 @@ class Pruning:
         """Yield the artifacts that jobs read, of which some may wait in a queue."""
         for key in self._store.folders("jobs"):
             job = JobFiles.newest(self._store, key)
+            # A job of another release, or one that is being written, names nothing that can be read.
             with suppress(ValueError, KeyError, TypeError, AttributeError):
                 content = json.loads(self._store.read_bytes(f"{job.folder}/spec.json") or b"") if job else {}
                 if content["time"] > self._now() - max(self._age, UNFINISHED_SECONDS):
@@ -296,6 +301,7 @@ class Pruning:
         """Return the stage key of each bundle in the outbox, by its prefix."""
         if self._outbox is None:
             return {}
+        # A prefix is artifacts/STAGE/KEY or checkpoints/KEY/STEP.
         keys = {prefix: prefix.split("/")[2] for prefix in self._outbox.pending(ARTIFACTS)}
         return keys | {prefix: prefix.split("/")[1] for prefix in self._outbox.pending(CHECKPOINTS)}
 
@@ -368,7 +374,7 @@ def artifacts_of(version: ModelVersion) -> Iterator[ArtifactName]:
 def _kept(
     versions: Sequence[ModelVersion], moves: Sequence[Move], aliased: set[str]
 ) -> Iterator[ModelVersion]:
-    in_history = {name for move in moves for name in (move.version, move.previous)}
+    in_history = {move.version for move in moves} | {move.previous for move in moves}
     for version in versions:
         is_foreign = not any(map(_KEY.fullmatch, version.tags))
         was_champion = version.version in in_history

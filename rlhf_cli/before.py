@@ -1,0 +1,226 @@
+"""Commands before a run: `rlhf configs`, `init`, `data`, `schema`, `plan`, `tune`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+
+from cyclopts import Parameter
+
+from rlhf_cli.app import BEFORE, Config, Overrides, RunHome, app, usage, with_home
+from rlhf_core.errors import InputError
+from rlhf_core.logs import set_up_logging
+from rlhf_core.system.files import CONFIGS
+from rlhf_core.system.home import Home
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlhf_core.ops.tune import Tuned
+
+File = Annotated[str | None, Parameter(metavar="FILE")]
+_PAGES = {"ppo": "first-run.md", "grpo": "grpo.md", "dpo": "dpo.md"}
+
+
+@app.command(group=BEFORE)
+def _configs(name: Annotated[str | None, Parameter(choices=tuple(CONFIGS))] = None, /) -> int:
+    """List the configurations that come with the package, or print one.
+
+    Example: rlhf configs demo > my.yaml
+
+    Args:
+        name: The one to print.
+    """
+    if name is not None:
+        print(CONFIGS[name].read_text(encoding="utf-8"), end="")
+        return 0
+    for each, file in CONFIGS.items():
+        first = re.split(r"\.\s", file.read_text(encoding="utf-8"))[0]  # the first sentence of its comment
+        print(f"{each:<16}  {' '.join(first.replace('#', ' ').split())}")
+    return 0
+
+
+@app.command(group=BEFORE)
+def _init(
+    *,
+    model: Annotated[str, Parameter(metavar="NAME|FOLDER")],
+    sft: File = None,
+    pairs: File = None,
+    prompts: File = None,
+    goal: Literal["ppo", "grpo", "dpo"] = "ppo",
+    out: Annotated[Path, Parameter(metavar="FILE")] = Path("my.yaml"),
+) -> int:
+    """Write a configuration for your own files and model.
+
+    It shows what is made of the rows, as rlhf data does.
+
+    Example: rlhf init --model Qwen/Qwen2.5-0.5B --pairs pairs.jsonl
+
+    Args:
+        model: Model to start from: a name on the Hugging Face hub, or a folder.
+        sft: Demonstrations: rows with text, messages, or prompt and completion.
+        pairs: Rows with prompt, chosen and rejected.
+        prompts: Prompts; with a field answer, right answers are rewarded.
+        goal: How the policy is trained.
+        out: The file to write. Its name is the name of the run.
+    """
+    from rlhf_core.config.messages import SCHEMA_FILE, schema_json
+    from rlhf_core.ops.init import Given, configuration
+
+    if out.exists():
+        raise InputError(f"--out: {out} exists already; remove it, or give another name")
+    given = Given(model, goal, sft, pairs, prompts)
+    text = configuration(given, out.stem)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(text)
+    try:
+        # The file is written before it is checked, because the check reads a file as a run does.
+        _show(out, (), 1000)
+    except InputError:
+        out.unlink()  # the next try writes it again
+        raise
+    schema = out.with_name(SCHEMA_FILE)
+    schema.write_text(schema_json(), encoding="utf-8")
+    print(f"\nwrote {out}, and {schema} for completion in editors")
+    print(f"next: rlhf plan {out}, then rlhf run {out}; docs/{_PAGES[goal]} explains both")
+    return 0
+
+
+@app.command(group=BEFORE, usage=usage("data"))
+def _data(config: Config, /, *overrides: Overrides, rows: int = 1000, home: RunHome = None) -> int:
+    """Show what is made of the rows of your files.
+
+    These are their formats, what is left out and why, lengths, and a sample.
+
+    Example: rlhf data my.yaml --rows 200
+
+    Args:
+        rows: Rows of each source to read.
+    """
+    if rows < 2:
+        raise InputError(f"--rows: must be at least 2; got {rows}")
+    _show(config, with_home(overrides, home), rows)
+    return 0
+
+
+@app.command(group=BEFORE)
+def _schema() -> int:
+    """Print the JSON Schema of configurations, for completion and checks in editors.
+
+    Example: rlhf schema > rlhf.schema.json
+    """
+    from rlhf_core.config.messages import schema_json
+
+    print(schema_json(), end="")
+    return 0
+
+
+def _show(config: str | Path, overrides: tuple[str, ...], rows: int) -> None:
+    from rich.console import Console
+
+    from rlhf_core.ops.data_table import read_data, show
+
+    show(read_data(config, overrides, rows), Console())
+
+
+@app.command(group=BEFORE, usage=usage("plan"))
+def _plan(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    gpus: Annotated[str | None, Parameter(metavar="8xA100-80G")] = None,
+    link: Annotated[str | None, Parameter(metavar="8x400gbit")] = None,
+    host_memory: Annotated[float | None, Parameter(metavar="GIB")] = None,
+    model_config: Annotated[str | None, Parameter(metavar="FILE|NAME")] = None,
+    details: bool = False,
+    json: bool = False,
+    home: RunHome = None,
+) -> int:
+    """Show the rows, time and memory that a run needs.
+
+    The exit code is 2 if it does not fit into the machine.
+
+    Example: rlhf plan production.yaml --gpus 8xA100-80G ppo.minibatches=8 'sft.lora={r: 16}'
+
+    Args:
+        gpus: Number and kind of GPUs; for several machines 2x8xA100-80G (default: those of this machine).
+        link: Network between machines: its speed, or number and speed of the adapters of each.
+        host_memory: Main memory of a machine, for what is moved there from GPUs.
+        model_config: config.json of the model, or a known name such as llama-3-70b, for a model of the hub.
+        details: Also show batches, and the memory of each process.
+        json: Print rows, bytes and seconds as JSON.
+    """
+    from rlhf_core.ops.data_table import ROWS
+    from rlhf_core.ops.plan.plan import as_json, make_plan, show
+
+    overrides = with_home(overrides, home)
+    plan = make_plan(config, overrides, gpus, model_config, link=link, host_memory_gib=host_memory, rows=ROWS)
+    if json:
+        print(as_json(plan))
+    else:
+        from rich.console import Console
+
+        console = Console()
+        console.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign] # rich would exit with 1
+        show(plan, console, details=details)
+    return 0 if plan.verdict.fits else InputError.exit_code
+
+
+def _raise_broken_pipe() -> NoReturn:
+    raise BrokenPipeError
+
+
+@app.command(group=BEFORE, usage=usage("tune"))
+def _tune(
+    config: Config,
+    /,
+    *overrides: Overrides,
+    out: Annotated[Path, Parameter(metavar="FILE")] = Path("tuned.yaml"),
+    home: RunHome = None,
+) -> int:
+    """Measure settings of PPO, and write the fastest.
+
+    Example: rlhf tune my.yaml --out tuned.yaml
+
+    Args:
+        out: New YAML file.
+    """
+    from rich.console import Console
+
+    from rlhf_core.executors.environment import stage_environment
+    from rlhf_core.ops.tune import tune
+    from rlhf_core.run.checks import load_and_check
+
+    overrides = with_home(overrides, home)
+    checked = load_and_check(config, overrides).config
+    set_up_logging(Home.of(checked.run.home))
+    os.environ.update(stage_environment(checked))  # PPO runs in this process
+    tuned = tune(config, overrides, out)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_table(tuned))
+    if any(change.startswith("ppo.staleness") for change in tuned.best.changes):
+        console.print("ppo.staleness changes the results of ppo (docs/tuning.md)")
+    console.print(f"fastest: {tuned.best.label}", markup=False)
+    console.print(f"configuration: {tuned.file}", markup=False)
+    return 0
+
+
+def _table(tuned: Tuned) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="seconds of a PPO step, median of 3")
+    phases = ("rollout", "scoring", "training", "sync")
+    for column in ("settings", "step", *phases):
+        table.add_column(column, justify="left" if column == "settings" else "right")
+    for trial in tuned.trials:
+        label = escape(trial.label)
+        if trial.seconds is None:
+            table.add_row(label, "-", escape(trial.problem))
+            continue
+        times = [f"{trial.phases[phase]:.3f}" for phase in phases]
+        table.add_row(label, f"{trial.seconds:.3f}", *times)
+    return table
