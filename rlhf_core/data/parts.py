@@ -50,7 +50,7 @@ _MEAN_ROWS, _MOST_ROWS, _MOST_BYTES = 2**10, 2**12, 2**22
 """Of a part. The bytes are those of its texts."""
 _PARTS_OF_A_PROCESS = 8
 """A process needs seconds to start. With fewer parts for it, it is not worth that."""
-KNOWN_PROMPTS = 2**10
+KNOWN_PROMPTS = 2**13
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _LENGTHS = (PROMPT, RESPONSE, TEXT)
 _ABSENT = -1

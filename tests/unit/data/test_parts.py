@@ -50,8 +50,7 @@ def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def records(first: int, end: int) -> list[SourceRecord]:
     rows = [
-        {"prompt": f"Question {i}?", "chosen": f"It is {i}.", "rejected": "No." if i % 50 else f"It is {i}."}
-        for i in range(first, end)
+        {"prompt": f"Question {i}?", "chosen": f"It is {i}.", "rejected": "No."} for i in range(first, end)
     ]
     source = Source(path="rows.jsonl")
     found = [to_record(Row("rows.jsonl", i, row), source, "preference", "rows") for i, row in enumerate(rows)]
@@ -70,7 +69,7 @@ def encode(
     store = partial(Store, folder / "store")
     with parts.opened(encoder, bounds, folder, store, len(rows), processes) as opened:
         found = opened.encode("preference", rows, lambda further: None)
-    assert {failure.dropped for failure in found.failures} <= {"chosen and rejected have the same tokens"}
+    assert not found.failures
     return list(found.rows)
 
 
@@ -92,7 +91,7 @@ def test_a_part_that_the_store_has_is_not_encoded_again(
 ) -> None:
     rows = records(0, COUNT)
     first = encode(byte_tokenizer, tmp_path, rows)
-    assert len(encoded_rows) == COUNT and len(first) == COUNT - COUNT // 50
+    assert len(encoded_rows) == COUNT == len(first)
     assert encode(byte_tokenizer, tmp_path, rows) == first
     assert len(encoded_rows) == COUNT
 
