@@ -4,8 +4,6 @@ drift    comparing a data artifact with that of the champion, `--rows` rows in e
 steps    an optimizer step of SFT without its model, of 10,000 and of `--rows` rows
 encode   the stage `data` from the first rows that are encoded to the last ones, next to `encode_batch` of
          tokenizers for the same conversations and prompts, rendered before
-parts    the stage `data` with a store, by one process: at first, again, with 1 % of new rows in a new file,
-         and after `KILLS` kills at random moments, which must give the same bytes
 open     a training rank opens `--rows` pairs of 300 tokens and reads `STEPS` batches of them: the first one
          of a host, and `RANKS` more at the same time, with the memory of all of them together
 
@@ -44,7 +42,6 @@ from rlhf_core.models.batching import TokenSequence
 from rlhf_core.ops.drift.measures import statistics_of_new_rows
 from rlhf_core.seeds import epoch_batch
 from rlhf_core.stages.training import Objective, Training, train_epochs
-from rlhf_core.storage.store import Store
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample, PromptExample, SFTExample
@@ -55,7 +52,6 @@ STEPS = 200
 FEW_ROWS = 10_000
 RANKS = 2
 """Ranks of a host."""
-KILLS = 10
 
 
 def texts(seed: int, sentences: int) -> Iterator[str]:
@@ -134,26 +130,16 @@ def steps(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-Rows = list[dict[str, str]]
-
-
-def write_sets(rows: int, tokenizer: Any, folder: Path) -> tuple[Rows, Rows]:
-    """Write the files of `configuration`. Return demonstrations and pairs."""
+def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Encode demonstrations, pairs and prompts of pairs, as the stage `data` does."""
     prompts, answers = texts(1, 4), texts(2, 8)
     demonstrations, pairs = [], []
     for _ in range(rows):
         demonstrations.append({"prompt": next(prompts), "completion": next(answers)})
         pairs.append({"prompt": next(prompts), "chosen": next(answers), "rejected": next(answers)})
     for name, set_ in (("sft", demonstrations), ("pairs", pairs)):
-        (folder / name).mkdir()
-        (folder / name / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in set_))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in set_))
     tokenizer.save_pretrained(folder / "model")
-    return demonstrations, pairs
-
-
-def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
-    """Encode demonstrations, pairs and prompts of pairs, as the stage `data` does."""
-    demonstrations, pairs = write_sets(rows, tokenizer, folder)
     config = configuration(folder)
     times: list[tuple[int, float]] = []
     (folder / "out").mkdir()
@@ -177,58 +163,6 @@ def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
         ("encode_batch", f"{alone:.0f} rows/s"),
         ("cost of the stage", f"{alone / rate:.2f} x"),
     ]
-
-
-def parts(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
-    """Prepare the same sets again and again with one store."""
-    write_sets(rows, tokenizer, folder)
-    found = []
-    store = folder / "store"
-    first = _prepared(folder, folder / "first", store)
-    found.append((f"at first, 3 x {rows} rows", f"{first[0]:.1f} s"))
-    found.append(("growth of memory while it encodes and writes", f"{first[1] / 2**20:.0f} MiB"))
-    found.append(("again", f"{_prepared(folder, folder / 'again', store)[0]:.1f} s"))
-    _kill_and_continue(folder, first[2])
-    found.append((f"after {KILLS} kills", "the same bytes"))
-    new, answers = texts(3, 4), texts(4, 8)
-    for name, fields in (("sft", ("completion",)), ("pairs", ("chosen", "rejected"))):
-        more = [{"prompt": next(new), **{each: next(answers) for each in fields}} for _ in range(rows // 100)]
-        (folder / name / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in more))
-    found.append(("with a new file of 1 %", f"{_prepared(folder, folder / 'new', store)[0]:.1f} s"))
-    return found
-
-
-def _prepared(folder: Path, out: Path, store: Path) -> tuple[float, float, dict[str, bytes]]:
-    """Return the CPU seconds of the stage, the growth of this process in bytes, and the files."""
-    out.mkdir()
-    config, sizes = configuration(folder), [anonymous_size()]
-    started = time.process_time()
-    prepare.prepare(config, out, lambda *_: sizes.append(anonymous_size()), store=partial(Store, str(store)))
-    seconds = time.process_time() - started
-    files = {str(each.relative_to(out)): each.read_bytes() for each in out.rglob("*") if each.is_file()}
-    return seconds, max(*sizes, anonymous_size()) - sizes[1], files
-
-
-def _kill_and_continue(folder: Path, expected: dict[str, bytes]) -> None:
-    """Kill the stage at random moments, and let it end. Raises AssertionError if its files are others."""
-    rng, store = random.Random(0), folder / "killed"
-    context = multiprocessing.get_context("spawn")
-    for number in range(KILLS):
-        process = context.Process(target=_prepared, args=(folder, folder / f"killed-{number}", store))
-        process.start()
-        before = sum(1 for _ in store.rglob("*"))
-        wanted = before + rng.randint(1, 8)
-        while process.is_alive() and sum(1 for _ in store.rglob("*")) < wanted:
-            time.sleep(rng.random() / 10)
-        process.kill()
-        process.join()
-    assert _prepared(folder, folder / "whole", store)[2] == expected
-
-
-def anonymous_size() -> int:
-    """Return the bytes of this process that belong to no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def open_(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
@@ -290,11 +224,11 @@ def proportional_size() -> int:
 
 def configuration(folder: Path) -> PipelineConfig:
     """Return a configuration whose prompts are those of its pairs."""
-    pairs, model = str(folder / "pairs"), folder / "model"
+    pairs, model = str(folder / "pairs.jsonl"), folder / "model"
     model_config = {"model_type": "llama", "max_position_embeddings": 8192, "vocab_size": 2**20}
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **model_config}))
-    sets = {"sft": [str(folder / "sft")], "preference": [pairs], "prompts": [pairs]}
-    return config_from_tree({"model": {"path": str(model)}, "data": {**sets, "processes": 1}})
+    sets = {"sft": [str(folder / "sft.jsonl")], "preference": [pairs], "prompts": [pairs]}
+    return config_from_tree({"model": {"path": str(model)}, "data": sets})
 
 
 def rendered(
@@ -315,7 +249,7 @@ def rendered(
         yield render(row["prompt"], None)
 
 
-PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, parts, open_)}
+PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, open_)}
 
 
 def main(arguments: list[str] | None = None) -> None:
