@@ -24,8 +24,8 @@ from rlhf_core.data.templates import Encoder
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.language_model import LanguageModelJudge
-from rlhf_core.evaluation.questions import LETTERS, Pair, questions_of
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.rewards.questions import LETTERS, Pair, questions_of
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.files import write_json
 from rlhf_core.testing import stage_context
