@@ -7,6 +7,7 @@ import math
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import SetName
 from rlhf_core.config.placement import plan
+from rlhf_core.config.rewards import LanguageModelReward
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, SFTConfig, TrainingSection
 from rlhf_core.planning.loads import PPO, largest_pass, largest_pass_of_ppo
 from rlhf_core.planning.memory import ForwardPass
@@ -77,6 +78,13 @@ def _ppo(config: PipelineConfig) -> str:
             f"critic: {_share(ppo.minibatch_size, ppo.critic_deepspeed.ranks)};"
             f" {_training(ppo.critic_deepspeed, ppo.lora)}"
         )
+    for source in ppo.rewards:
+        if isinstance(source, LanguageModelReward):
+            asked = ppo.most_questions(source)
+            lines.append(
+                f"reward {source.used_name}: at most {_plural(asked, 'question')} to {source.model} a step,"
+                f" with replies of at most {source.max_tokens} tokens; {ppo.steps * asked} questions in all"
+            )
     lines.append(f"devices: {plan(ppo).describe()}")
     return "\n".join(lines)
 
