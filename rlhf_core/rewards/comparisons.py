@@ -28,7 +28,7 @@ from pathlib import Path
 from rlhf_core.config.rewards import LanguageModelReward
 from rlhf_core.rewards.chat_service import last_line
 from rlhf_core.rewards.failures import Outcome, groups_of
-from rlhf_core.rewards.language_model import LanguageModelAsker, LanguageModelGrades
+from rlhf_core.rewards.language_model import USAGE, LanguageModelAsker, LanguageModelGrades
 from rlhf_core.rewards.questions import AGAIN, Pair, letter_of, questions_of, rubric_text
 from rlhf_core.seeds import derive_seed, permutation
 from rlhf_core.types import RewardInput
@@ -135,7 +135,8 @@ class LanguageModelComparisons(LanguageModelAsker):
             by_count.setdefault(len(each.texts), []).append(each)
         found: dict[Comparison, BothOrders] = {}
         why: dict[str, str] = {}
-        usage: Counter[str] = Counter()
+        # Also if nothing is asked, because all responses are equal.
+        usage = Counter(dict.fromkeys(USAGE, 0.0))
         for count, of_count in by_count.items():
             questions = [question for each in of_count for question in (each.in_order, each.exchanged)]
             verdicts, reasons, cost = self._ask(questions, self._reader(count), self._again)

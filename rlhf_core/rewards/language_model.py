@@ -53,6 +53,9 @@ Grade the answer with a whole number from 1 (worst) to {scale} (best).
 The last line of your reply must be this one number."""
 _AGAIN = "\n\nYour last reply did not end with a whole number from 1 to {scale}. Write only this number."
 
+USAGE = ("requests", "unusable", "prompt_tokens", "completion_tokens")
+"""Numbers of `RewardBatch.usage` of each language model."""
+
 T = TypeVar("T")
 
 

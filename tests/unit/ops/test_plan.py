@@ -88,15 +88,15 @@ def test_the_questions_of_a_reward_are_given() -> None:
     reward = {"type": "language_model", "url": "http://one/v1", "model": "m", "max_tokens": 256}
     ppo = {"algorithm": "grpo", "prompts_per_step": 16, "samples_per_prompt": 8, "steps": 10}
 
-    def described(**fields: Any) -> str:
-        return dict(describe_batches(config(**ppo, rewards=[reward | fields])))["ppo"]
+    def described(more: dict[str, Any] | None = None, **fields: Any) -> str:
+        return dict(describe_batches(config(**ppo, **(more or {}), rewards=[reward | fields])))["ppo"]
 
     assert "reward language_model: at most 128 questions to m a step" in described()
     assert "at most 896 questions" in described(compare="pairs")
     assert "at most 384 questions" in described(compare="pairs", opponents=3)
     text = "at most 32 questions to m a step, with replies of at most 256 tokens; 320 questions in all"
     assert text in described(compare="ranking")
-    assert "at most 192 questions" in described(compare="ranking", dynamic_filtering={"max_rounds": 5})
+    assert "at most 192 questions" in described({"dynamic_filtering": {"max_rounds": 5}}, compare="ranking")
 
 
 def test_without_data_steps_are_given_for_a_thousand_examples() -> None:

@@ -103,6 +103,9 @@ def test_equal_responses_are_one_text_and_one_alone_is_not_compared() -> None:
         with pytest.raises(RewardError, match="it is the only response to its prompt here"):
             score(server, of=samples)
         assert found.total[:5] == [0.0, 1.0, 0.0, 0.5, 0.5] and math.isnan(found.total[5])
+        equal = score(server, of=batch(q=["c", "c"]))
+        equal.add_usage(found)
+        assert equal.metrics()[f"{NAME}/requests"] == 2
         server.respond = grade_by_length
         assert score(server, of=batch(r=["dd"]), compare="scores").total == [0.111111111111], (
             "a grade needs no other"
