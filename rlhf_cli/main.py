@@ -34,6 +34,7 @@ from rlhf_cli import (  # noqa: F401
     compare,
     init,
     inspect,
+    pass_rates,
     prune,
     replay,
     rescore,

@@ -32,6 +32,7 @@ from rlhf_core.config.engine import MAX_ENGINE_RANK, EngineConfig, WeightSyncCon
 from rlhf_core.config.ppo_sections import (
     AnyLoss,
     ConfiguredAggregation,
+    DifficultyConfig,
     DynamicFilteringConfig,
     GuardAction,
     GuardLimits,
@@ -151,6 +152,8 @@ class PPOConfig(PackedSection):
     """Soft penalty close to the length limit; null: none"""
     dynamic_filtering: DynamicFilteringConfig | None = result(None)
     """Replace prompts whose samples all have the same score; null: keep them"""
+    difficulty: DifficultyConfig | None = result(None, later=True)
+    """Train on prompts of some difficulty only, or on easy ones first; null: on all, shuffled"""
     score_clip: PositiveFloat | None = result(
         5.0, within=Range(0.1, 1e6, "the scores have standard deviation 1")
     )

@@ -39,7 +39,8 @@ BothOrders = tuple[Verdict, Verdict]
 """The verdicts in order and exchanged, both in the order of the texts."""
 _TIE = 0.5
 _OF_LETTERS: dict[str | None, Verdict] = {"A": (1.0, 0.0), "B": (0.0, 1.0), "C": (0.5, 0.5)}
-_REASONS = "\n\nGive your reasons first, in a few sentences. Your verdict follows on the last line."
+REASONS = "\n\nGive your reasons first, in a few sentences. Your verdict follows on the last line."
+"""Is added to the rubric of a question about two responses."""
 _QUESTION = """{rubric}
 
 ### Request
@@ -118,7 +119,7 @@ class LanguageModelComparisons(LanguageModelAsker):
     def _comparison(self, prompt: str, texts: Sequence[str]) -> Comparison:
         rubric = self._rubric or rubric_text(None)
         if self._source.compare == "pairs":
-            return Comparison(tuple(texts), *questions_of(rubric + _REASONS, Pair(prompt, *texts)))
+            return Comparison(tuple(texts), *questions_of(rubric + REASONS, Pair(prompt, *texts)))
         questions = []
         for shown in (texts, texts[::-1]):
             answers = "\n\n".join(f"### Answer {number}\n{text}" for number, text in enumerate(shown, 1))

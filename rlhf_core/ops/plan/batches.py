@@ -78,6 +78,12 @@ def _ppo(config: PipelineConfig) -> str:
             f"critic: {_share(ppo.minibatch_size, ppo.critic_deepspeed.ranks)};"
             f" {_training(ppo.critic_deepspeed, ppo.lora)}"
         )
+    if ppo.difficulty is not None:
+        chosen = ppo.difficulty
+        lines.append(
+            f"prompts with {chosen.field} from {chosen.min:g} to {chosen.max:g}"
+            f" ({chosen.order.replace('_', ' ')}); the number of steps stays, so each is drawn more often"
+        )
     for source in ppo.rewards:
         if isinstance(source, LanguageModelReward):
             asked = ppo.most_questions(source)

@@ -142,6 +142,7 @@ EVERYTHING = {
         "lora": {},
         "overlong": {"buffer": 1},
         "dynamic_filtering": {},
+        "difficulty": {},
         "ptx": {"coef": 1.0},
         "teacher": {"path": "teacher"},
         "advantages": {"type": "python", "function": "a:b"},

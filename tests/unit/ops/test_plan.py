@@ -84,6 +84,11 @@ def test_the_batch_sizes_are_described_in_words() -> None:
     assert "policy: 4 on each of 4 ranks; at most 1 micro-batch of 2000 tokens" in batches["ppo"]
 
 
+def test_the_chosen_prompts_are_given() -> None:
+    chosen = config(difficulty={"min": 0.25, "max": 0.75, "order": "easy_first"})
+    assert "prompts with pass_rate from 0.25 to 0.75 (easy first)" in dict(describe_batches(chosen))["ppo"]
+
+
 def test_the_questions_of_a_reward_are_given() -> None:
     reward = {"type": "language_model", "url": "http://one/v1", "model": "m", "max_tokens": 256}
     ppo = {"algorithm": "grpo", "prompts_per_step": 16, "samples_per_prompt": 8, "steps": 10}
