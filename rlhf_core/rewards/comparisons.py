@@ -19,7 +19,6 @@ import itertools
 import math
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -137,16 +136,16 @@ class LanguageModelComparisons(LanguageModelAsker):
         found: dict[Comparison, BothOrders] = {}
         why: dict[str, str] = {}
         # Also if nothing is asked, because all responses are equal.
-        usage = Counter(dict.fromkeys(USAGE, 0.0))
+        usage = dict.fromkeys(USAGE, 0.0)
         for count, of_count in by_count.items():
             questions = [question for each in of_count for question in (each.in_order, each.exchanged)]
             verdicts, reasons, cost = self._ask(questions, self._reader(count), self._again)
             why |= reasons
-            usage.update(cost)
+            usage = {name: number + cost[name] for name, number in usage.items()}
             for each in of_count:
                 if each.in_order in verdicts and each.exchanged in verdicts:
                     found[each] = verdicts[each.in_order], verdicts[each.exchanged][::-1]
-        return found, why, dict(usage)
+        return found, why, usage
 
     @property
     def _again(self) -> str:

@@ -200,6 +200,6 @@ def test_the_order_bias_of_a_reward_that_compares_is_found_and_cancels(
         assert mixed.total[3] == 0.0 and min(mixed.total[:3]) > 0.5
         assert equal.total == [0.5] * 3 and equal.metrics()["language_model/order_bias"] == 1.0
         server.respond = writer(judge_of(tmp_path / "random", tokenizer, seed=1), tokenizer)
-        ppo = {**tree["ppo"], "rewards": [{**reward, "model": "other"}]}
+        ppo = {**tree["ppo"], "rewards": [{**reward, "model": "other", "on_error": "mask"}]}
         with pytest.raises((GateFailed, RewardError), match=r"min_agreement|held-out pairs have no grade"):
             check_language_model_rewards(config_from_tree({**tree, "ppo": ppo}, "test"), context, "ppo")
