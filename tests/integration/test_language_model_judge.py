@@ -183,9 +183,10 @@ def test_the_order_bias_of_a_reward_that_compares_is_found_and_cancels(
     train(folder, tokenizer, steps=160, rubric=RUBRIC + REASONS)
     context = stage_context(tmp_path, inputs={"data": tmp_path / "data"}, metrics=RecordingMetrics())
     with ChatServer(writer(folder, tokenizer)) as server:
-        reward = {"type": "language_model", "url": server.url, "model": "tiny", "compare": "pairs"}
-        reward |= {"rubric": str(tmp_path / "rubric.txt"), "max_tokens": 64, "concurrency": 1}
-        tree = {
+        reward: dict[str, Any] = {"type": "language_model", "url": server.url, "model": "tiny"}
+        reward |= {"compare": "pairs", "max_tokens": 64, "concurrency": 1}
+        reward |= {"rubric": str(tmp_path / "rubric.txt")}
+        tree: dict[str, Any] = {
             "run": {"device": "cpu", "home": str(tmp_path / "home")},
             "ppo": {"algorithm": "grpo", "samples_per_prompt": 4, "rewards": [reward]},
             "evaluate": {"bootstrap": 200},

@@ -205,7 +205,7 @@ def test_agreement_of_reward_model_and_judge_is_their_correlation() -> None:
 
 
 def test_a_reward_that_compares_sees_the_response_of_the_sft_model_as_well() -> None:
-    compares = {"type": "language_model", "url": "http://one/v1", "model": "m"}
+    compares: dict[str, Any] = {"type": "language_model", "url": "http://one/v1", "model": "m"}
     compares |= {"compare": "pairs", "max_tokens": 64}
     rewards = {0: [0.5] * 4, 2: [1.0, 0.75, 0.0, 0.5]}
     judge = {0: [0.3] * 4, 2: [0.4, 0.2, 0.2, 0.3]}

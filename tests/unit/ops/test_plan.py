@@ -91,7 +91,7 @@ def test_the_chosen_prompts_are_given() -> None:
 
 def test_the_questions_of_a_reward_are_given() -> None:
     reward = {"type": "language_model", "url": "http://one/v1", "model": "m", "max_tokens": 256}
-    ppo = {"algorithm": "grpo", "prompts_per_step": 16, "samples_per_prompt": 8, "steps": 10}
+    ppo: dict[str, Any] = {"algorithm": "grpo", "prompts_per_step": 16, "samples_per_prompt": 8, "steps": 10}
 
     def described(more: dict[str, Any] | None = None, **fields: Any) -> str:
         return dict(describe_batches(config(**ppo, **(more or {}), rewards=[reward | fields])))["ppo"]
