@@ -16,6 +16,7 @@ from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
 from rlhf_core.data.dataset import load_prompts, open_sft, require_answers
+from rlhf_core.data.difficulty import by_difficulty
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
@@ -105,6 +106,8 @@ def _started(
     """Start the fleet, and yield its controller."""
     data, ppo = context.data, config.ppo
     prompts = load_prompts(data, "train")  # a list: `StoredRollouts` knows a prompt by its identity
+    if ppo.difficulty is not None:
+        prompts = by_difficulty(prompts, ppo.difficulty)
     # The stage `data` has checked the share of answers that can be reached.
     require_answers(prompts, ppo.rewards, most=1.0)
     processes = plan(ppo).processes

@@ -142,6 +142,7 @@ EVERYTHING = {
         "lora": {},
         "overlong": {"buffer": 1},
         "dynamic_filtering": {},
+        "difficulty": {},
         "ptx": {"coef": 1.0},
         "teacher": {"path": "teacher"},
         "advantages": {"type": "python", "function": "a:b"},
@@ -204,7 +205,7 @@ IN_NO_KEY = {
     "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency",
     "ppo.rewards.remote.items_per_request",
     "ppo.rewards.remote.retries", "ppo.rewards.remote.timeout",
-    *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "api_key_env",
+    *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "api_key_env", "max_questions",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
 }  # fmt: skip
 """Whatever they are, the result is the same but for rounding, or its content counts in their place.
