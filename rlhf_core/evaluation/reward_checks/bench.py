@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Literal
 
 from rlhf_core.config.rewards import AnyReward, LanguageModelReward, ModelReward, PythonReward, RemoteReward
-from rlhf_core.evaluation.reward_checks.material import FORMS, Candidates, Row, sample
+from rlhf_core.evaluation.reward_checks.material import FORMS, HOSTILE, Candidates, Row, sample
 from rlhf_core.rewards.compose import weighted_sum
 from rlhf_core.rewards.failures import Call, Outcome, check_smoke
 from rlhf_core.rewards.language_model import LanguageModelGrades
@@ -335,6 +335,8 @@ def check_sources(
         if any(subject.is_asked for subject in subjects):
             rows = rows[:ASKED_ROWS]
         bench = Bench(rows, subjects, encode, score_clip)
+        if rows:
+            bench.values(TOTAL, [(0, text, True) for text in HOSTILE])
         views = [View(bench, subject.name, subject) for subject in subjects]
         counted = [source for source in sources if source.weight]
         if counted and not {source.used_name for source in counted} & set(skipped):

@@ -163,7 +163,7 @@ def overlap_of_ascii_words(samples: Samples) -> list[float]:
         wanted = Counter(re.findall("[a-z0-9]+", str(sample.meta["answer"]).lower()))
         found = Counter(re.findall("[a-z0-9]+", sample.response.lower()))
         common = sum((wanted & found).values())
-        return 2 * common / max(1, wanted.total() + found.total())
+        return float(2 * common / max(1, wanted.total() + found.total()))
 
     return _each(samples, score)
 
