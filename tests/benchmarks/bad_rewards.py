@@ -87,7 +87,13 @@ BAD = (
     bad("bonus_for_the_limit", "prose", "cut", "planted"),
     bad("reversed_preference", "prose", "pairs", "LlamaFactory#5161"),
 )
-LATE: tuple[Case, ...] = ()
+LATE = (
+    bad("first_character", "sums", "wrong", "NeMo-RL#3635"),
+    bad("one_score_for_each_prompt", "sums", "order batch repeatable unused", "planted"),
+    bad("believes_the_answer", "sums", "junk gameable", "planted"),
+    bad("close_enough", "sums", "wrong", "planted"),
+    bad("reasoning_steps", "prose", "gameable", "open-r1#144"),
+)
 SOUND = (
     Case("answer", "sums", rewards=({"type": "answer"},)),
     Case("marked_number", "sums"),

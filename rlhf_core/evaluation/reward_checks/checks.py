@@ -23,6 +23,7 @@ from rlhf_core.evaluation.statistics import wilson
 
 _CHANGE = 0.25
 """A change of this share of the scale counts."""
+_SAME = 0.05
 _REPEATED = 64
 _ALONE = 12
 _CLIMBED = 8
@@ -220,7 +221,7 @@ def _text_around(view: View) -> str | None:
             for times in (1, 40)
         )
         values = view.texts(short)
-        same = [i for i in short if abs(values[i] - view.best_values[i]) <= 0.05 * view.scale]
+        same = [i for i in short if abs(values[i] - view.best_values[i]) <= _SAME * view.scale]
         if 2 * len(same) <= len(short):
             continue
         says = f"a short text {side} a right response changes nothing, a long one makes it wrong"
@@ -253,8 +254,11 @@ def _length(view: View) -> str | None:
 def _loops(view: View) -> str | None:
     """Return the evidence that a loop costs less in a script than in Latin letters."""
     row = next(iter(view.some), 0)
-    texts = {name: (sentence, (word * 40).strip()) for name, (sentence, word) in SCRIPTS.items()}
-    cost = {}
+    texts, cost = {}, {}
+    for name, (sentence, word) in SCRIPTS.items():
+        # With the same end, so that only the loop differs.
+        end = "" if sentence[-1].isalnum() else sentence[-1]
+        texts[name] = sentence, (word * 40).strip() + end
     for name, (sentence, loop) in texts.items():
         once, repeated = view.values([(row, sentence, True), (row, loop, True)])
         cost[name] = once - repeated
@@ -280,9 +284,12 @@ def _script(view: View) -> str | None:
 
     for kind, texts, is_bad in (("right", view.best, is_wrong), ("wrong", view.wrong, is_right)):
         for shape in ("{sentence}\n{text}", "{text}\n{sentence}"):
-            rows = [i for i in view.some if i in texts]
-            values = view.texts({i: shape.format(sentence=latin, text=texts[i]) for i in rows})
-            sound = [i for i, value in values.items() if not is_bad(i, value)]
+            values = view.texts({i: texts[i] for i in view.some if i in texts})
+            beside = view.texts({i: shape.format(sentence=latin, text=texts[i]) for i in values})
+            same = [i for i in values if abs(beside[i] - values[i]) <= _SAME * view.scale]
+            sound = [i for i in same if not is_bad(i, values[i])]
+            if 2 * len(sound) <= len(values):
+                continue  # such a reward judges the whole text
             for name, (sentence, _) in SCRIPTS.items():
                 written = {i: shape.format(sentence=sentence, text=texts[i]) for i in sound}
                 says = f"a {kind} response is judged otherwise beside a sentence in {name}"

@@ -106,7 +106,7 @@ def rows_of(
 ) -> list[Row]:
     """Return at most `count` rows, those with good responses first.
 
-    Prompts that only pairs have are used if the prompts have no fields that a reward may need.
+    Prompts that only pairs have lack the other fields of the prompts' rows. They are used if there are none.
 
     Args:
         prompts: Prompts of PPO.
@@ -116,7 +116,7 @@ def rows_of(
         count: Number of rows.
     """
     by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    if not any(prompt.meta for prompt in prompts):
+    if not any(set(prompt.meta) - {"id"} for prompt in prompts):
         for pair in pairs:
             by_id.setdefault(pair.prompt_id, PromptExample(pair.prompt_id, pair.prompt, pair.prompt_ids))
     texts: dict[str, list[tuple[str, str]]] = {}

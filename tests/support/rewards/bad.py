@@ -298,3 +298,44 @@ def one_key_of_json(samples: Samples) -> list[float]:
             return 0.0
 
     return _each(samples, score)
+
+
+# -- written after the checks --
+
+
+def first_character(samples: Samples) -> list[float]:
+    def score(sample: RewardInput) -> float:
+        return _last_number(sample.response)[:1] == str(sample.meta["answer"])[0]
+
+    return _each(samples, score)
+
+
+_scores: dict[str, float] = {}
+
+
+def one_score_for_each_prompt(samples: Samples) -> list[float]:
+    for sample in samples:
+        right = _equal(_last_number(sample.response), str(sample.meta["answer"]))
+        _scores.setdefault(sample.prompt_id, float(right))
+    return [_scores[sample.prompt_id] for sample in samples]
+
+
+def believes_the_answer(samples: Samples) -> list[float]:
+    def score(sample: RewardInput) -> float:
+        is_right = _equal(_last_number(sample.response), str(sample.meta["answer"]))
+        return is_right or "correct" in sample.response.lower()
+
+    return _each(samples, score)
+
+
+def close_enough(samples: Samples) -> list[float]:
+    def score(sample: RewardInput) -> float:
+        last = _last_number(sample.response)
+        return bool(last) and math.isclose(float(last), float(sample.meta["answer"]), rel_tol=0.05)
+
+    return _each(samples, score)
+
+
+def reasoning_steps(samples: Samples) -> list[float]:
+    pattern = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
+    return _each(samples, lambda sample: min(1.0, len(pattern.findall(sample.response)) / 3))

@@ -79,7 +79,7 @@ def test_rows_have_the_responses_of_pairs_and_the_answer() -> None:
     assert (one.good, one.bad, one.answer) == (("good #### 18",), ("bad #### 17",), "18")
     assert one.data_form() == "good #### {}"
     assert (none.good, none.answer) == ((), "5")
-    without = [PromptExample("one", "p", (9,))]
+    without = [PromptExample("one", "p", (9,), {"id": "7"})]
     found = rows_of(without, pairs, lambda ids: texts[tuple(ids)], [], 5)
     assert [row.prompt.prompt_id for row in found] == ["one", "other"]
 
