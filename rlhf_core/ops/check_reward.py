@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,7 +48,6 @@ def check_reward(config_path: str | Path, overrides: Sequence[str] = (), prompts
         config = limited(resolve(load_config(config_path, overrides)).config, _READ * prompts)
     if not config.ppo.rewards:
         raise InputError(f"{config_path}: ppo.rewards is empty; there is nothing to check")
-    model = _trained_model(config, str(config_path), overrides) if config.ppo.uses_reward_model else None
     with TemporaryDirectory() as folder:
         contents = {f"data.{name}[{index}]": None for name, index, _ in config.data.sources()}
         prepared = read_and_encode(config, Path(folder), lambda done, total: None, contents)
@@ -71,6 +71,9 @@ def check_reward(config_path: str | Path, overrides: Sequence[str] = (), prompts
         prompts,
     )
     with _quiet():
+        model = None
+        if config.ppo.uses_reward_model:
+            model = _trained_model(config, str(config_path), overrides)
         return check_sources(
             config.ppo.rewards,
             rows,
@@ -100,17 +103,22 @@ def _trained_model(config: PipelineConfig, config_path: str, overrides: Sequence
         return None
     from rlhf_core.engines.distributed import resolve_device
     from rlhf_core.ops.serve_reward import locate
-    from rlhf_core.rewards.scorer import Scorer
+    from rlhf_core.rewards.scorer import ItemError, Scorer
 
     folder, template = locate(ref.uri, Home.of(config.run.home), config.store.endpoint)
     scorer = Scorer(folder, template=template, device=resolve_device("auto"))
 
     def score(samples: Sequence[RewardInput]) -> Outcome:
-        # As text: a tokenizer that is trained on the first rows is another one.
-        items = [
-            {"prompt": each.prompt, "response": each.response, "finished": each.finished} for each in samples
-        ]
-        return Outcome.of(scorer.scores([scorer.encode(item) for item in items]))
+        values = [math.nan] * len(samples)
+        pairs = {}
+        for index, each in enumerate(samples):
+            # As text: a tokenizer that is trained on the first rows is another one.
+            item = {"prompt": each.prompt, "response": each.response, "finished": each.finished}
+            with suppress(ItemError):  # longer than the model takes, and so than a response of the policy
+                pairs[index] = scorer.encode(item)
+        for index, value in zip(pairs, scorer.scores(list(pairs.values())), strict=True):
+            values[index] = value
+        return Outcome(values)
 
     return score
 

@@ -24,6 +24,8 @@ from rlhf_core.evaluation.statistics import wilson
 _CHANGE = 0.25
 """A change of this share of the scale counts."""
 _SAME = 0.05
+_LOOP = 240
+"""Characters of a loop."""
 _REPEATED = 64
 _ALONE = 12
 _CLIMBED = 8
@@ -254,20 +256,17 @@ def _length(view: View) -> str | None:
 def _loops(view: View) -> str | None:
     """Return the evidence that a loop costs less in a script than in Latin letters."""
     row = next(iter(view.some), 0)
-    texts, cost = {}, {}
-    for name, (sentence, word) in SCRIPTS.items():
-        # With the same end, so that only the loop differs.
-        end = "" if sentence[-1].isalnum() else sentence[-1]
-        texts[name] = sentence, (word * 40).strip() + end
-    for name, (sentence, loop) in texts.items():
-        once, repeated = view.values([(row, sentence, True), (row, loop, True)])
+    loops = {name: (word * (_LOOP // len(word))).strip() for name, (_, word) in SCRIPTS.items()}
+    cost = {}
+    for name, (_, word) in SCRIPTS.items():
+        once, repeated = view.values([(row, word.strip(), True), (row, loops[name], True)])
         cost[name] = once - repeated
     if not cost["Latin"] > _CHANGE * view.scale:
         return None
     for name, each in cost.items():
         if each < 0.3 * cost["Latin"]:
             says = f"a loop costs {cost['Latin']:.3g} in Latin script and {each:.3g} in {name}"
-            return _case(view, row, texts[name][1], says)
+            return _case(view, row, loops[name], says)
     return None
 
 
@@ -304,6 +303,8 @@ def _script(view: View) -> str | None:
 def _gold(view: View) -> str | None:
     view.require_reading()
     texts = {i: text for i, text in view.best.items() if view.rows[i].answer}
+    if not texts:
+        raise NotMeasured("the rows have no reference answer")
     says = "the reference answer is not accepted for its own row"
     return _first(view, texts, lambda _, value: not view.accepts(value), says, 0.0)
 

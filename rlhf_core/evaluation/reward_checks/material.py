@@ -182,6 +182,7 @@ class Candidates:
             lambda: [text + rng.choice(_MARKUP).strip() * 12],
             lambda: parts[: len(parts) // 2],
             lambda: [text.upper()],
+            lambda: [f"\n{number}. {part}" for number, part in enumerate(parts, 1)],
             lambda: [text, "<think></think><answer></answer>" * 3],
         )
         return " ".join(rng.choice(edits)())[:_MOST_CHARACTERS]
