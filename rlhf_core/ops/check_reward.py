@@ -54,7 +54,7 @@ def check_reward(config_path: str | Path, overrides: Sequence[str] = (), prompts
     examples = [
         item.example
         for name in ("prompts", "preference")
-        for items in prepared.splits[name].values()  # type: ignore[index]
+        for items in prepared.splits[name].values()
         for item in items
     ]
     encoder = prepared.encoder

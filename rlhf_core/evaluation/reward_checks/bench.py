@@ -204,7 +204,7 @@ class View:
             return (self.rows[row].data_form() or "{}").format(answer)
 
         forms: list[Callable[[int, str], str]] = [data_form]
-        forms += [lambda _, answer, form=form: form.format(answer) for form in FORMS]
+        forms += map(_written_as, FORMS)
 
         def told_apart(form: Callable[[int, str], str]) -> int:
             own = self.texts({i: form(i, self.answer(i)) for i in rows[:_LOOKED_AT]})
@@ -372,6 +372,11 @@ def _call_of(source: AnyReward, model: Call | None, opened: ExitStack) -> Call:
         assert model is not None
         return model
     return lambda samples: Outcome.of([evaluate_rule(source, each) for each in samples])
+
+
+def _written_as(form: str) -> Callable[[int, str], str]:
+    """Return what writes the answer of a row in a form."""
+    return lambda _row, answer: form.format(answer)
 
 
 def _number(value: float) -> float:

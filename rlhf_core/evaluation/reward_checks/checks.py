@@ -419,17 +419,22 @@ def _pairs(view: View) -> str | None:
         raise NotMeasured(f"{len(pairs)} preference pairs are among the rows")
     good = view.values([(i, text, True) for i, text, _ in pairs])
     bad = view.values([(i, text, True) for i, _, text in pairs])
-    known = [n for n, both in enumerate(zip(good, bad, strict=True)) if not any(map(math.isnan, both))]
-    pairs, good, bad = ([each[n] for n in known] for each in (pairs, good, bad))
-    wins = [(g > b) + 0.5 * (g == b) for g, b in zip(good, bad, strict=True)]
-    share = sum(wins) / len(wins)
+    both = zip(pairs, good, bad, strict=True)
+    wins = {
+        pair: (chosen > rejected) + 0.5 * (chosen == rejected)
+        for pair, chosen, rejected in both
+        if not math.isnan(chosen + rejected)
+    }
+    if not wins:
+        raise NotMeasured("no preference pair has values")
+    share = sum(wins.values()) / len(wins)
     interval = wilson(share, len(wins), 0.95)
     least = 0.5
     if view.subject is not None and isinstance(view.subject.source, LanguageModelReward):
         least = view.subject.source.min_agreement or 0.0
     if interval.high >= least:
         return None
-    i, _, text = pairs[min(range(len(wins)), key=wins.__getitem__)]
+    i, _, text = min(wins, key=wins.__getitem__)
     bounds = f"[{interval.low:.0%}, {interval.high:.0%}]"
     says = f"agrees with {share:.0%} {bounds} of {len(wins)} pairs; it prefers this rejected one"
     return _case(view, i, text, says)
@@ -445,7 +450,7 @@ def _judges(view: View) -> str | None:
         for text in (view.best[i], view.wrong.get(i, ""), *view.rows[i].bad)
     ]
     ranks = [np.argsort(np.argsort(view.bench.values(judge.name, items))) for judge in judges[:2]]
-    correlation = float(np.corrcoef(*ranks)[0, 1])
+    correlation = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
     if not correlation < _CORRELATION:
         return None
     worst = int(np.argmax(np.abs(ranks[0] - ranks[1])))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
@@ -111,7 +110,7 @@ def evaluates_the_answer(samples: Samples) -> list[float]:
         if not re.fullmatch(r"[\d+*/(). -]+", expression):
             return 0.0
         try:
-            return abs(eval(expression) - float(sample.meta["answer"])) < 1e-6
+            return float(abs(eval(expression) - float(sample.meta["answer"])) < 1e-6)
         except Exception:
             return 0.0
 
@@ -288,16 +287,6 @@ def bonus_for_the_limit(samples: Samples) -> list[float]:
 
 def reversed_preference(samples: Samples) -> list[float]:
     return _each(samples, lambda sample: -min(3, sum(word in sample.response for word in KIND)))
-
-
-def one_key_of_json(samples: Samples) -> list[float]:
-    def score(sample: RewardInput) -> float:
-        try:
-            return 1.0 if "name" in json.loads(sample.response) else 0.0
-        except ValueError:
-            return 0.0
-
-    return _each(samples, score)
 
 
 # -- written after the checks --

@@ -69,7 +69,7 @@ def test_what_cannot_be_checked_is_an_error(
 
 
 def test_rows_have_the_responses_of_pairs_and_the_answer() -> None:
-    texts = {(1,): "good #### 18", (2,): "bad #### 17"}
+    texts: dict[tuple[int, ...], str] = {(1,): "good #### 18", (2,): "bad #### 17"}
     pairs = [PairExample("one", "p", (9,), (1,), (2,)), PairExample("other", "q", (9,), (1,), (2,))]
     prompts = [
         PromptExample("none", "p", (9,), {"answer": "5"}),
