@@ -17,8 +17,9 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.redact import printable
 from rlhf_core.data.prepare import read_and_encode
 from rlhf_core.errors import InputError, checking
-from rlhf_core.evaluation.reward_checks.bench import PROMPTS, Card, check_sources
+from rlhf_core.evaluation.reward_checks.bench import PROMPTS, Card
 from rlhf_core.evaluation.reward_checks.material import rows_of
+from rlhf_core.evaluation.reward_checks.score_card import check_sources
 from rlhf_core.ops.data_table import limited
 from rlhf_core.ops.why import reusable
 from rlhf_core.rewards.failures import Call, Outcome

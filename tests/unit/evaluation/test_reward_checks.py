@@ -26,9 +26,10 @@ from rlhf_core.config.rewards import (
     ModelReward,
     PythonReward,
 )
-from rlhf_core.evaluation.reward_checks import bench
-from rlhf_core.evaluation.reward_checks.bench import ASKED_ROWS, Card, check_sources
+from rlhf_core.evaluation.reward_checks import score_card
+from rlhf_core.evaluation.reward_checks.bench import ASKED_ROWS, Card
 from rlhf_core.evaluation.reward_checks.material import Row
+from rlhf_core.evaluation.reward_checks.score_card import check_sources
 from rlhf_core.rewards.failures import Outcome
 from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput
@@ -56,7 +57,7 @@ def encode(text: str) -> list[int]:
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, call: Call, *sources: AnyReward) -> Card:
-    monkeypatch.setattr(bench, "_call_of", lambda source, model, opened: call)
+    monkeypatch.setattr(score_card, "_call_of", lambda source, model, opened: call)
     return check_sources(sources or (PYTHON,), ROWS, encode)
 
 
@@ -142,7 +143,7 @@ def test_what_a_sum_pays_for_is_judged_in_the_sum(monkeypatch: pytest.MonkeyPatc
         score = right if source is PYTHON else partial(evaluate_rule, source)
         return lambda samples: Outcome.of([float(score(sample)) for sample in samples])
 
-    monkeypatch.setattr(bench, "_call_of", call_of)
+    monkeypatch.setattr(score_card, "_call_of", call_of)
     more = KeywordsReward(words=("we",), cap=1000)
     card = check_sources([PYTHON, more], ROWS, encode)
     found = {row.check: row for row in card.findings}
@@ -172,7 +173,7 @@ def test_judges_get_few_rows_and_are_compared(monkeypatch: pytest.MonkeyPatch) -
 
         return call
 
-    monkeypatch.setattr(bench, "_call_of", call_of)
+    monkeypatch.setattr(score_card, "_call_of", call_of)
     judges = [LanguageModelReward(name=name, url="http://a/v1", model="m") for name in ("one", "two")]
     card = check_sources(judges, ROWS, encode)
     assert len({sample.prompt_id for sample in asked}) == ASKED_ROWS
