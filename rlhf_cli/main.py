@@ -4,7 +4,7 @@ Slow imports are inside the commands, so that errors of the configuration are re
 
 Exit codes:
     0       done
-    1       `rlhf replay`, and `rlhf why` of runs: there is a difference
+    1       `rlhf replay`, and `rlhf why` of runs: there is a difference; `rlhf check-reward`: a finding
     2       the user's input is wrong
     3       a failure; the same command continues
     4       `rlhf rounds`: votes of people are needed; the same command continues

@@ -145,6 +145,10 @@ class PPOConfig(PackedSection):
     """Weights into the engines"""
     rewards: tuple[AnyReward, ...] = result((ModelReward(),))
     """Reward sources; their weighted sum is the score. Empty only with a `teacher`"""
+    check_rewards: Literal["off", "warn", "refuse"] = execution("off")
+    """Before PPO, look for [faults of the rewards](check-reward.md), without those that are asked over the
+    network: `warn` logs what is found, `refuse` ends the stage
+    """
     missing_eos_penalty: NonNegativeFloat | None = result(None, within=COEFFICIENT)
     """Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model of
     nonzero weight, which was not trained with truncated responses (one standard deviation of its scores;

@@ -33,6 +33,7 @@ from rlhf_core.rewards.compose import code_digests
 from rlhf_core.rewards.python_function import read_code
 from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.stages.reward_checks import check_rewards_of_stage
 from rlhf_core.stages.training import fetch_base, require_usable
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
@@ -68,6 +69,7 @@ def run(
     require_usable(config, context, "ppo")
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.data)
+    check_rewards_of_stage(config, context, decoder)
     fleet = make_fleet(config, context, device, decoder.pad)
     with _started(config, context, decoder, fleet) as controller:
         controller.run()

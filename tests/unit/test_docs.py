@@ -50,6 +50,7 @@ NEED_ARGUMENTS = (
     "run",
     "rounds",
     "plan",
+    "check-reward",
     "why",
     "compare",
     "serve-reward",

@@ -189,6 +189,7 @@ IN_NO_KEY = {
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.advantages.file",
     "ppo.teacher.path", "ppo.teacher.revision",
+    "ppo.check_rewards",
     "ppo.checkpoint_every", "ppo.enabled", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
