@@ -35,6 +35,7 @@ from rlhf_cli import (  # noqa: F401
     init,
     inspect,
     prune,
+    rehearse,
     replay,
     rescore,
     review,

@@ -50,6 +50,7 @@ NEED_ARGUMENTS = (
     "run",
     "rounds",
     "plan",
+    "rehearse",
     "why",
     "compare",
     "serve-reward",
