@@ -51,6 +51,7 @@ NEED_ARGUMENTS = (
     "rounds",
     "plan",
     "check-reward",
+    "rehearse",
     "why",
     "compare",
     "serve-reward",
