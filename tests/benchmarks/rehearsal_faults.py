@@ -290,7 +290,7 @@ def _other_end(base: Base) -> Tree:
 
 def _dead_store(base: Base) -> Tree:
     """A bucket that ignores the condition of a conditional put."""
-    from rlhf_core.storage.local import LocalFiles
+    from rlhf_core.storage.backend import LocalFiles
 
     def overwrite(self: Any, key: str, data: bytes) -> bool:
         self.put_bytes(key, data)
@@ -301,9 +301,8 @@ def _dead_store(base: Base) -> Tree:
 
 
 def _refusing_store(base: Base) -> Tree:
-    from rlhf_core.storage.local import LocalFiles
-
     from rlhf_core.errors import StoreError
+    from rlhf_core.storage.backend import LocalFiles
 
     def refuse(self: Any, key: str, data: bytes) -> bool:
         raise StoreError("the bucket answers 501 NotImplemented to If-None-Match")

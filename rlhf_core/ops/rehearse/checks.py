@@ -21,10 +21,10 @@ from rlhf_core.config.rewards import AnswerReward, AnyReward, ExternalReward, La
 from rlhf_core.data.messages import Message
 from rlhf_core.data.prepare import Prepared, read_and_encode
 from rlhf_core.errors import RewardError, RLHFError
-from rlhf_core.evaluation.questions import FIELD, Pair, letter_of, questions_of, rubric_text
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.rewards.chat_service import ModelReply, ask_service
 from rlhf_core.rewards.compose import RewardComposer, reward_input
+from rlhf_core.rewards.questions import FIELD, Pair, letter_of, questions_of, rubric_text
 from rlhf_core.storage.store import open_store
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import PairExample, PromptExample, RewardInput, SFTExample

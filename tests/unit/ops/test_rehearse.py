@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rlhf_core.system.shipped import CONFIGS
 
 from rlhf_core.config.data import Source
 from rlhf_core.config.load import config_from_tree, load_config
@@ -29,6 +28,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.ops.rehearse.derive import LONGEST, ROWS, Derivation
 from rlhf_core.ops.rehearse.model import shrink
 from rlhf_core.ops.rehearse.rehearse import rehearse
+from rlhf_core.system.files import CONFIGS
 from tests.benchmarks.rehearsal_faults import FAULTS, SOUND, Base, Case, prepare
 
 PROFILES = ("production", "budget", "entry", "one-h100", "overoptimization")
