@@ -4,7 +4,7 @@ Slow imports are inside the commands, so that errors of the configuration are re
 
 Exit codes:
     0       done
-    1       `rlhf replay`, and `rlhf why` of runs: there is a difference
+    1       `rlhf replay`, and `rlhf why` of runs: there is a difference; `rlhf check-reward`: a finding
     2       the user's input is wrong
     3       a failure; the same command continues
     4       `rlhf rounds`: votes of people are needed; the same command continues
@@ -27,7 +27,7 @@ from typing import NoReturn
 from cyclopts import CycloptsError
 
 # Each of these modules adds its commands to `app`.
-from rlhf_cli import before, champions, look, runs, servers  # noqa: F401
+from rlhf_cli import before, champions, look, rehearse, runs, servers  # noqa: F401
 from rlhf_cli.app import Stopped, app
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu, section_of
 from rlhf_core.config.ppo import MINIBATCH, PPOConfig
 from rlhf_core.config.ppo_sections import MAX_ENGINE_RANK
-from rlhf_core.config.rewards import AnyReward, ModelReward, measured_graders
+from rlhf_core.config.rewards import AnyReward, LanguageModelReward, ModelReward, measured_graders
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig, adapter_rate
 from rlhf_core.errors import ConfigError, Finding
 
@@ -208,6 +208,13 @@ def unusual_settings(config: PipelineConfig) -> Iterator[str]:
         yield (
             f"ppo.rewards: the agreement of {names} with people is not measured, because all sources of"
             " data.preference have labelled_by; add pairs of people, or set min_agreement to null"
+        )
+    judge = config.evaluate.language_model
+    models = [each.model for each in ppo.rewards if isinstance(each, LanguageModelReward) and each.weight]
+    if judge is not None and judge.model in models:
+        yield (
+            f"evaluate.language_model: its model {judge.model} is also a reward of PPO, so its verdict about"
+            " the policy is no independent evidence; name another model"
         )
     held_out = {"evaluate.prompts": config.evaluate.prompts, "data.max_eval": config.data.max_eval}
     for field, prompts in held_out.items():

@@ -32,6 +32,7 @@ from rlhf_core.config.ppo_sections import (
     MAX_ENGINE_RANK,
     AnyLoss,
     ConfiguredAggregation,
+    DifficultyConfig,
     DynamicFilteringConfig,
     EngineConfig,
     GuardAction,
@@ -46,7 +47,13 @@ from rlhf_core.config.ppo_sections import (
     WeightSyncConfig,
     default_evaluation_interval,
 )
-from rlhf_core.config.rewards import AnswerReward, AnyReward, ModelReward
+from rlhf_core.config.rewards import (
+    AnswerReward,
+    AnyReward,
+    LanguageModelReward,
+    ModelReward,
+    comparing_sources,
+)
 from rlhf_core.config.training import (
     DeepSpeedConfig,
     LoraConfig,
@@ -138,6 +145,10 @@ class PPOConfig(PackedSection):
     """Weights into the engines"""
     rewards: tuple[AnyReward, ...] = result((ModelReward(),))
     """Reward sources; their weighted sum is the score. Empty only with a `teacher`"""
+    check_rewards: Literal["off", "warn", "refuse"] = execution("off")
+    """Before PPO, look for [faults of the rewards](check-reward.md), without those that are asked over the
+    network: `warn` logs what is found, `refuse` ends the stage
+    """
     missing_eos_penalty: NonNegativeFloat | None = result(None, within=COEFFICIENT)
     """Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model of
     nonzero weight, which was not trained with truncated responses (one standard deviation of its scores;
@@ -147,6 +158,8 @@ class PPOConfig(PackedSection):
     """Soft penalty close to the length limit; null: none"""
     dynamic_filtering: DynamicFilteringConfig | None = result(None)
     """Replace prompts whose samples all have the same score; null: keep them"""
+    difficulty: DifficultyConfig | None = result(None, later=True)
+    """Train on prompts of some difficulty only, or on easy ones first; null: on all, shuffled"""
     score_clip: PositiveFloat | None = result(
         5.0, within=Range(0.1, 1e6, "the scores have standard deviation 1")
     )
@@ -496,6 +509,26 @@ class PPOConfig(PackedSection):
                 "ppo.teacher has no effect with ppo.kl.coef=0, because the policy learns from it through the"
                 " KL; use a coef above 0, such as 1"
             )
+        for source in comparing_sources(self.rewards):
+            yield from self._of_comparing(f"ppo.rewards.{self.rewards.index(source)}", source)
+
+    def _of_comparing(self, field: str, source: LanguageModelReward) -> Iterator[str]:
+        if self.samples_per_prompt < 2:
+            yield (
+                f"{field}.compare compares the responses to one prompt: ppo.samples_per_prompt must be at"
+                f" least 2; got {self.samples_per_prompt}; use 4, or leave out compare"
+            )
+        asked = self.most_questions(source)
+        if source.max_questions is not None and asked > source.max_questions:
+            yield (
+                f"{field}.max_questions: a step asks up to {asked} questions; got {source.max_questions};"
+                " use a smaller opponents, compare=ranking, or fewer samples_per_prompt"
+            )
+
+    def most_questions(self, source: LanguageModelReward) -> int:
+        """Return the largest number of questions that a source asks in a step, each once."""
+        rounds = 1 if self.dynamic_filtering is None else 1 + self.dynamic_filtering.max_rounds
+        return rounds * self.prompts_per_step * source.questions(self.samples_per_prompt)
 
     def _of_sampling(self) -> Iterator[str]:
         if self.by_group and self.samples_per_prompt < 2:

@@ -188,6 +188,23 @@ class TeacherConfig(Section):
     """Commit of a hub model in `path`"""
 
 
+class DifficultyConfig(Section):
+    """The prompts that are trained on, by a pass rate in their rows ([difficulty](grpo.md#6-difficulty))."""
+
+    field: str = result("pass_rate", min_length=1)
+    """Field of the prompt's row with its pass rate. Prompts without a number there are left out"""
+    min: Fraction = result(0.0)
+    """Prompts with a lower pass rate are left out"""
+    max: Fraction = result(1.0)
+    """Prompts with a higher pass rate are left out"""
+    order: Literal["shuffled", "easy_first"] = result("shuffled")
+    """`easy_first`: each pass over the prompts begins with the highest pass rates"""
+
+    def problems(self) -> Iterator[str]:
+        if self.min > self.max:
+            yield f"min must be at most max ({self.max:g}); got {self.min:g}; exchange them"
+
+
 class OverlongConfig(Section):
     """DAPO's soft penalty for responses close to the length limit (Yu et al. 2025)."""
 

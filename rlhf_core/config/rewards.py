@@ -274,6 +274,9 @@ class RemoteReward(ExternalReward):
     """Responses in one request"""
     concurrency: PositiveInt = execution(4, within=Range(1, 1024, "connections to one service"))
     """Concurrent requests to each replica"""
+    needs_group: bool = result(False, later=True)
+    """Send all responses to a prompt in the batch in one request of their own, whatever `items_per_request`
+    """
     send_tokens: bool = result(False)
     """Also send token ids, for a service with the tokenizer of the policy"""
     timeout: PositiveFloat = execution(30.0, within=_TIMEOUT)
@@ -334,9 +337,13 @@ class ChatServiceConfig(Section):
         return name
 
 
+_REASONS_TOKENS = 64
+"""Least `max_tokens` for a few sentences and a verdict."""
+
+
 class LanguageModelReward(ChatServiceConfig, ExternalReward):
-    """A language model at an OpenAI-compatible address that grades each response; the grades are mapped to 0
-    to 1.
+    """A language model at an OpenAI-compatible address that grades each response, or compares the responses
+    to one prompt (`compare`); the reward is from 0 to 1.
     """
 
     type: Literal["language_model"] = "language_model"
@@ -349,17 +356,47 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
     scale: PositiveInt = result(10, within=Range(2, 1000, "a grade needs two values"))
     """The model replies with a whole number from 1 to this. 1 is the reward 0, and this number the reward 1
     """
+    compare: Literal["pairs", "ranking", "scores"] | None = result(None, later=True)
+    """The model sees several responses to one prompt, in both orders, and gives its reasons before the
+    verdict. `pairs`: which of two is better; `ranking`: the order of all; `scores`: a grade for each, of all
+    in one question. null: it grades each response by itself
+    """
+    opponents: PositiveInt | None = result(None, later=True)
+    """With `compare: pairs`: the number of other responses that each one is compared with, at random; null:
+    all
+    """
+    max_questions: PositiveInt | None = execution(None)
+    """With `compare`: a configuration that asks more questions in a step is refused; null: no limit"""
     min_agreement: PositiveFloat | None = execution(
         0.6, within=Range(0.51, 1.0, "agreement by chance is 0.5")
     )
-    """Before PPO, the model grades both answers of up to 100 held-out pairs that people have labelled. If it
-    grades the chosen answer higher in less than this share, or not significantly more often than by chance,
-    the stage `ppo` fails. Equal grades count half. null, or weight 0: not measured
+    """Before PPO, the model grades or compares both answers of up to 100 held-out pairs that people have
+    labelled. If it prefers the chosen answer in less than this share, or not significantly more often than by
+    chance, the stage `ppo` fails. Equal grades count half. null, or weight 0: not measured
     """
 
     def problems(self) -> Iterator[str]:
         if problem := url_problem(self.url):
             yield f"url: {problem}"
+        if self.compare is not None and self.max_tokens < _REASONS_TOKENS:
+            yield (
+                f"max_tokens must be at least {_REASONS_TOKENS} with compare, because the reasons come before"
+                f" the verdict; got {self.max_tokens}; use 512"
+            )
+        if self.opponents is not None and self.compare != "pairs":
+            yield f"opponents needs compare=pairs; got {self.compare or 'no compare'}; leave one of them out"
+
+    def used_opponents(self, responses: int) -> int:
+        """Return the number of others that each of several responses to a prompt is compared with."""
+        others = min(self.opponents or responses, responses - 1)
+        # An odd number of responses cannot all have an odd number of comparisons.
+        return others + others * responses % 2
+
+    def questions(self, responses: int) -> int:
+        """Return the number of questions about several responses to one prompt that all differ."""
+        if self.compare is None:
+            return responses
+        return self.used_opponents(responses) * responses if self.compare == "pairs" else 2
 
 
 AnyReward = Annotated[
@@ -378,6 +415,11 @@ AnyReward = Annotated[
     | LanguageModelReward,
     Field(discriminator="type"),
 ]
+
+
+def comparing_sources(rewards: Iterable[AnyReward]) -> list[LanguageModelReward]:
+    """Return the language models that compare the responses to one prompt."""
+    return [each for each in rewards if isinstance(each, LanguageModelReward) and each.compare is not None]
 
 
 def measured_graders(rewards: Iterable[AnyReward]) -> list[LanguageModelReward]:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import ConfigError, Finding, ModelError, guarded
-from rlhf_core.evaluation.questions import FIELD, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.rewards.check import check_chat_service
+from rlhf_core.rewards.questions import FIELD, rubric_text
 
 
 def check_evaluation(

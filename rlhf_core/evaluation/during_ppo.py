@@ -6,6 +6,9 @@ The prompts are the last `ppo.evaluate_prompts` held-out ones, because those of 
 must not choose the policy (`evaluation.prompts`). The seed of a response depends on `run.seed`, the
 policy version and the prompt, so evaluations do not change the training, and an attempt that repeats one gets
 the same numbers.
+
+A language model with `compare` sees each response together with that of the SFT model to the same prompt, so
+its mean value is a win rate over the SFT model.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf_core.algo.groups import effective_count
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.rewards import comparing_sources
 from rlhf_core.evaluation.scoring import has_gold, score_gold
 from rlhf_core.evaluation.statistics import distinct_n, group_of, preference
 from rlhf_core.evaluation.summary import select
@@ -26,12 +31,34 @@ from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.ppo.training.experience import shaped_scores
 from rlhf_core.ppo.watching.guards import CORRELATION, CORRELATION_ERROR, DIVERSITY, KL, correlation
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
-from rlhf_core.rewards.compose import source_name, weighted_sum
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name, weighted_sum
 from rlhf_core.seeds import derive_seed
-from rlhf_core.types import PromptExample
+from rlhf_core.types import PromptExample, RewardInput
 
 Columns = dict[str, list[float]]
 """(n,) values by the name of the measure; NaN if a failure of a reward source is masked."""
+
+
+class AgainstSFT:
+    """Scores responses; rewards that compare see the SFT model's response to the same prompt as well."""
+
+    def __init__(self, composer: RewardComposer) -> None:
+        self._composer = composer
+        self.responses: list[str] = []
+        """(n,) of the SFT model, in the order of the prompts; empty before its evaluation."""
+
+    def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
+        """See `RewardComposer.score`."""
+        samples = list(batch)
+        self.responses = self.responses or [sample.response for sample in samples]
+        opponents = [
+            replace(sample, response=text) for sample, text in zip(samples, self.responses, strict=True)
+        ]
+        return self._composer.score(samples, model_scores, opponents)
+
+    def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
+        """See `RewardComposer.total`."""
+        return self._composer.total(by_source, count)
 
 
 class HeldOutEvaluation:
@@ -59,6 +86,10 @@ class HeldOutEvaluation:
         self._prompts = list(prompts)
         self._groups = list(map(group_of, prompts))
         self._decode = decode
+        self._against = None
+        if comparing_sources(config.ppo.rewards):
+            assert isinstance(composer, RewardComposer)
+            composer = self._against = AgainstSFT(composer)
         seed = derive_seed(config.run.seed, "ppo", "evaluation")
         self._collector = Collector(self._ppo, fleet, self._prompts, decode, composer, seed)
         self._gold_known = has_gold(self._prompts)
@@ -66,10 +97,15 @@ class HeldOutEvaluation:
         """(n,) by the measure that decides wins."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sft_scores": self._sft_scores}
+        state: dict[str, Any] = {"sft_scores": self._sft_scores}
+        if self._against is not None:
+            state["sft_responses"] = self._against.responses
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sft_scores = list(map(float, state["sft_scores"]))
+        self._sft_scores = [float(score) for score in state["sft_scores"]]
+        if self._against is not None:
+            self._against.responses = list(state["sft_responses"])
 
     def evaluate(self, version: int) -> HeldOutResult:
         """Evaluate policy `version`, which the engines hold.
@@ -86,6 +122,8 @@ class HeldOutEvaluation:
             self._sft_scores = scores
         metrics = {f"eval/{name}": value for name, value in _means(columns).items()}
         metrics |= {f"eval/rewards/{name}": value for name, value in usage.items()}
+        if "judge" in columns:
+            metrics |= self._agreement(columns)
         price = self._ppo.kl.coef
         metrics[OBJECTIVE] = _mean(scores) - price * metrics[KL]
         for name in ("score", "reward_model", "judge"):
@@ -107,6 +145,20 @@ class HeldOutEvaluation:
                 del metrics[name]
         objectives = [score - price * kl for score, kl in zip(scores, columns["kl"], strict=True)]
         return HeldOutResult(metrics, objectives, columns, self._groups)
+
+    def _agreement(self, columns: Columns) -> dict[str, float]:
+        """Return the share of prompts for which a language model that compares and the second reward model
+        prefer the same response, of the policy and the SFT model. Ties count half.
+        """
+        wins = list(map(_win, columns["judge"], self._sft_scores))
+        metrics = {}
+        for source in comparing_sources(self._ppo.rewards):
+            name = source_name(source)
+            if source.compare != "scores":  # a grade does not say which one is preferred
+                both = zip(columns[f"rewards/{name}"], wins, strict=True)
+                agreement = [_win((value - 0.5) * (win - 0.5), 0.0) for value, win in both]
+                metrics[f"eval/rewards/{name}/judge_agreement"] = _mean(agreement)
+        return metrics
 
     def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str], dict[str, float]]:
         """Return the columns of all measures, the texts of the responses, and what the rewards cost."""

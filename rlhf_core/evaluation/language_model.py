@@ -23,7 +23,10 @@ from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.evaluation.local_judge import ask_local, require_context
-from rlhf_core.evaluation.questions import (
+from rlhf_core.evaluation.statistics import Comparison, Verdicts, group_of
+from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.rewards.chat_service import ModelReply, Replies, ask_service, readings
+from rlhf_core.rewards.questions import (
     AGAIN,
     FIELD,
     FOLDER,
@@ -36,9 +39,6 @@ from rlhf_core.evaluation.questions import (
     questions_of,
     rubric_text,
 )
-from rlhf_core.evaluation.statistics import Comparison, Verdicts, group_of
-from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.rewards.chat_service import ModelReply, Replies, ask_service, readings
 from rlhf_core.system.home import Home
 from rlhf_core.types import RewardInput, StageContext
 

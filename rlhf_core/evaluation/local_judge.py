@@ -16,9 +16,9 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ModelError
 from rlhf_core.evaluation.generate import needs_engine_actors, on_engines, running_engine
-from rlhf_core.evaluation.questions import LETTERS
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.rewards.chat_service import ModelReply
+from rlhf_core.rewards.questions import LETTERS
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import StageContext
 

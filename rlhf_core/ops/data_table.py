@@ -94,11 +94,11 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
     from rlhf_core.data.card import card_warnings
     from rlhf_core.data.prepare import QUARANTINE, read_and_encode, size_warnings
 
-    limited = _limited(config, rows)
+    few = limited(config, rows)
     with TemporaryDirectory() as folder, _warnings() as warnings:
-        contents = {f"data.{name}[{index}]": None for name, index, _ in limited.data.sources()}
-        prepared = read_and_encode(limited, Path(folder), lambda done, total: None, contents)
-        card = prepared.card(limited, {})
+        contents = {f"data.{name}[{index}]": None for name, index, _ in few.data.sources()}
+        prepared = read_and_encode(few, Path(folder), lambda done, total: None, contents)
+        card = prepared.card(few, {})
         bad_rows = _bad_rows(Path(folder) / QUARANTINE)
     warnings = [text for text in warnings if QUARANTINE not in text]
     warnings += card_warnings(card, config.data.eval_fraction)
@@ -159,7 +159,7 @@ def _parts(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[Part
     return parts
 
 
-def _limited(config: PipelineConfig, rows: int) -> PipelineConfig:
+def limited(config: PipelineConfig, rows: int) -> PipelineConfig:
     """Return the configuration with at most `rows` rows of each source."""
     sets: dict[str, Any] = {"min_rows": min(config.data.min_rows, 1)}
     for name in SETS:

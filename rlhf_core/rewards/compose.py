@@ -31,6 +31,7 @@ from rlhf_core.config.rewards import (
     PythonReward,
     RemoteReward,
 )
+from rlhf_core.rewards.comparisons import LanguageModelComparisons, asked_model
 from rlhf_core.rewards.failures import Outcome, check_smoke, resolve_failures
 from rlhf_core.rewards.language_model import LanguageModelGrades
 from rlhf_core.rewards.python_function import PythonFunction
@@ -39,6 +40,10 @@ from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput, Rollout
 
 EPS = 1e-8
+External = PythonFunction | RemoteService | LanguageModelGrades | LanguageModelComparisons
+"""A source that is asked: `Sequence[RewardInput] -> Outcome`."""
+_SHARES = {"unusable": "requests", "inconsistent": "comparisons", "order_bias": "comparisons"}
+"""Numbers of `RewardBatch.usage` whose metrics are shares of other numbers."""
 
 
 def reward_input(
@@ -85,7 +90,9 @@ class RewardBatch:
     """
     usage: dict[str, dict[str, float]] = field(default_factory=dict)
     """`requests`, `unusable` replies, `prompt_tokens` and `completion_tokens` of each language model, by the
-    name of the source. Replies that were kept before count as well.
+    name of the source. Replies that were kept before count as well. With `compare` also `comparisons` (pairs
+    of responses in both orders), those that are `inconsistent` (the preferred response changes with the
+    order), and `order_bias`: half the preferences for the first response minus those for the second one.
     """
     ensemble_std: list[float] = field(default_factory=list)
     """(n,) standard deviation of the scores of an ensemble of reward models over its members; empty without
@@ -111,14 +118,11 @@ class RewardBatch:
         return metrics | self.usage_metrics()
 
     def usage_metrics(self) -> dict[str, float]:
-        """Return `{name}/{requests,prompt_tokens,completion_tokens}` of each language model, and the share
-        `{name}/unusable` of its replies.
+        """Return `{name}/{requests,prompt_tokens,completion_tokens,comparisons}` of each language model, the
+        share `{name}/unusable` of its replies, the share `{name}/inconsistent` of its comparisons, and
+        `{name}/order_bias` from -1 (it always prefers the second response) to 1 (the first one).
         """
-        metrics: dict[str, float] = {}
-        for name, usage in self.usage.items():
-            metrics |= {f"{name}/{what}": count for what, count in usage.items()}
-            metrics[f"{name}/unusable"] = usage["unusable"] / max(1.0, usage["requests"])
-        return metrics
+        return prefixed_usage(self.usage)
 
     def take(self, rows: Sequence[int]) -> RewardBatch:
         """Return the scores of these responses, without the usage."""
@@ -134,6 +138,17 @@ class RewardBatch:
             own = self.usage.setdefault(name, dict.fromkeys(usage, 0.0))
             for what, count in usage.items():
                 own[what] += count
+
+
+def prefixed_usage(usage: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of `RewardBatch.usage_metrics`."""
+    metrics: dict[str, float] = {}
+    for name, counts in usage.items():
+        for what, count in counts.items():
+            if what in _SHARES:
+                count /= max(1.0, counts[_SHARES[what]])
+            metrics[f"{name}/{what}"] = count
+    return metrics
 
 
 class RewardComposer:
@@ -159,7 +174,7 @@ class RewardComposer:
         """
         self._sources = sources
         self._score_clip = score_clip
-        self._external: dict[str, PythonFunction | RemoteService | LanguageModelGrades] = {}
+        self._external: dict[str, External] = {}
         # If one source cannot be used, those before it may have started processes.
         with ExitStack() as started:
             for source in sources:
@@ -170,24 +185,31 @@ class RewardComposer:
                 elif isinstance(source, RemoteReward):
                     self._external[name] = RemoteService(source)
                 elif isinstance(source, LanguageModelReward):
-                    self._external[name] = LanguageModelGrades(source, digest, replies)
+                    self._external[name] = asked_model(source, digest, replies)
                 else:
                     continue
                 started.callback(self._external[name].close)
                 check_smoke(name, source.smoke, self._external[name])
             started.pop_all()
 
-    def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
+    def score(
+        self,
+        batch: Sequence[RewardInput],
+        model_scores: Sequence[float] | None,
+        opponents: Sequence[RewardInput] = (),
+    ) -> RewardBatch:
         """Return the scores of a batch.
 
         `model_scores` are the (n,) scores of the reward model, normalised by its stored statistics; None
         without one. A value of it or of a rule that is not finite, such as an overflow in half precision, is
-        masked (NaN), with a warning. Raises `RewardError` for failures that `on_error` does not mask.
+        masked (NaN), with a warning. `opponents` are other responses to the same prompts, which a language
+        model with `compare` sees together with the batch. Raises `RewardError` for failures that `on_error`
+        does not mask.
         """
         usage: dict[str, dict[str, float]] = {}
         by_source = {}
         for source in self._sources:
-            by_source[source_name(source)] = self._raw(source, batch, model_scores, usage)
+            by_source[source_name(source)] = self._raw(source, batch, model_scores, opponents, usage)
         return RewardBatch(self.total(by_source, len(batch)), by_source, usage)
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
@@ -212,13 +234,17 @@ class RewardComposer:
         source: AnyReward,
         batch: Sequence[RewardInput],
         model_scores: Sequence[float] | None,
+        opponents: Sequence[RewardInput],
         usage: dict[str, dict[str, float]],
     ) -> list[float]:
         """Return the (n,) raw values of a source, and write what they cost to `usage`."""
         name = source_name(source)
         on_error: Literal["abort", "mask"] = "mask"
         if isinstance(source, ExternalReward):
-            outcome = self._external[name](batch)
+            if isinstance(source, LanguageModelReward) and source.compare is not None:
+                outcome = self._external[name]([*batch, *opponents]).first(len(batch))
+            else:
+                outcome = self._external[name](batch)
             if outcome.usage:
                 usage[name] = outcome.usage
             if source.weight:  # a source of weight 0 is only measured

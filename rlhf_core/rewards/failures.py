@@ -94,15 +94,31 @@ class Outcome:
                     reasons[index] += " in float32"
         return Outcome(finite, reasons)
 
+    def first(self, count: int) -> Outcome:
+        """Return the outcome of the first samples, with the usage of all."""
+        reasons = {index: reason for index, reason in self.reasons.items() if index < count}
+        return Outcome(self.values[:count], reasons, self.usage)
+
     @staticmethod
-    def joined(parts: Sequence[Outcome]) -> Outcome:
-        """Return the outcome of a batch from those of its parts, in order."""
-        values: list[float] = []
+    def of_groups(groups: Sequence[Sequence[int]], outcomes: Sequence[Outcome]) -> Outcome:
+        """Return the outcome of a batch from those of its groups. `groups` has the indices of each group in
+        the batch.
+        """
+        values = [math.nan] * sum(map(len, groups))
         reasons: dict[int, str] = {}
-        for part in parts:
-            reasons |= {len(values) + index: reason for index, reason in part.reasons.items()}
-            values += part.values
+        for rows, outcome in zip(groups, outcomes, strict=True):
+            for row, value in zip(rows, outcome.values, strict=True):
+                values[row] = value
+            reasons |= {rows[index]: reason for index, reason in outcome.reasons.items()}
         return Outcome(values, reasons)
+
+
+def groups_of(samples: Sequence[RewardInput]) -> list[list[int]]:
+    """Return the indices of the responses to each prompt, in the order of the prompts' first responses."""
+    groups: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.prompt_id, []).append(index)
+    return list(groups.values())
 
 
 Call = Callable[[Sequence[RewardInput]], Outcome]

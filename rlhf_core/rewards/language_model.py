@@ -1,4 +1,4 @@
-"""Grades by a language model: `type: language_model` of `ppo.rewards`.
+"""Grades by a language model: `type: language_model` of `ppo.rewards`. With `compare`: `rewards.comparisons`.
 
     prompt, response -> question -> kept before? -> server -> whole number from 1 to `scale` -> 0 to 1
 
@@ -14,8 +14,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rlhf_core.config.rewards import LanguageModelReward
 from rlhf_core.rewards.chat_service import (
@@ -52,9 +53,14 @@ Grade the answer with a whole number from 1 (worst) to {scale} (best).
 The last line of your reply must be this one number."""
 _AGAIN = "\n\nYour last reply did not end with a whole number from 1 to {scale}. Write only this number."
 
+USAGE = ("requests", "unusable", "prompt_tokens", "completion_tokens")
+"""Numbers of `RewardBatch.usage` of each language model."""
 
-class LanguageModelGrades:
-    """Callable `Sequence[RewardInput] -> Outcome`, for one thread.
+T = TypeVar("T")
+
+
+class LanguageModelAsker:
+    """What graders and comparing judges share: settings, rubric, and how questions are asked.
 
     Args:
         source: Settings.
@@ -71,18 +77,21 @@ class LanguageModelGrades:
         self._source = source
         self._name = f"reward {source.used_name}"
         api_key(source, self._name)  # before the first step
-        self._rubric = _RUBRIC
+        self._rubric: str | None = None
         if source.rubric is not None:
             self._rubric = read_rubric(source.rubric, f"{self._name}.rubric", digest)
         self._replies = Replies(replies if source.pure else None, self._judge())
 
-    def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
-        """Grade (n,) samples.
+    def close(self) -> None:
+        """Nothing is open between two batches."""
 
-        Raises `RewardError` if no retry can help: a wrong key or model.
+    def _ask(
+        self, questions: Sequence[str], read: Callable[[str], T | None], again: str
+    ) -> tuple[dict[str, T], dict[str, str], dict[str, float]]:
+        """Return what `read` finds in the replies to questions, why others have nothing, and the usage.
+
+        `again` is added to a question whose reply says nothing. Raises `RewardError` if no retry can help.
         """
-        again = _AGAIN.format(scale=self._source.scale)
-        questions = list(map(self._question, samples))
         replies: dict[str, ModelReply] = {}
         failed: dict[str, str] = {}
 
@@ -97,23 +106,27 @@ class LanguageModelGrades:
             replies.update(found)
             return found
 
-        grades = readings(questions, ask, lambda text: grade_of(text, self._source.scale), again)
-        values, reasons = [math.nan] * len(questions), {}
-        for index, question in enumerate(questions):
-            grade = grades.get(question)
-            if grade is None:
-                reasons[index] = self._reason(question, f"{question}{again}", replies, failed)
+        found: dict[str, T] = {}
+        reasons: dict[str, str] = {}
+        results = readings(questions, ask, read, again)
+        for question in dict.fromkeys(questions):
+            result = results.get(question)
+            if result is None:
+                reasons[question] = self._reason(question, f"{question}{again}", replies, failed)
             else:
-                values[index] = (grade - 1) / (self._source.scale - 1)
-        return Outcome(values, reasons, self._usage(replies))
-
-    def close(self) -> None:
-        """Nothing is open between two batches."""
+                found[question] = result
+        usage = {
+            "requests": float(len(replies)),
+            "unusable": float(sum(reply.is_cut or read(reply.text) is None for reply in replies.values())),
+            "prompt_tokens": float(sum(reply.prompt_tokens for reply in replies.values())),
+            "completion_tokens": float(sum(reply.completion_tokens for reply in replies.values())),
+        }
+        return found, reasons, usage
 
     def _reason(
         self, question: str, repeated: str, replies: Mapping[str, ModelReply], failed: Mapping[str, str]
     ) -> str:
-        """Return why a question has no grade. If that ends the step, its replies are removed."""
+        """Return why a question has no result. If that ends the step, its replies are removed."""
         # A source of weight 0 never ends the step (`RewardComposer`).
         if self._source.on_error == "abort" and self._source.weight != 0:
             self._replies.forget(question)
@@ -124,30 +137,43 @@ class LanguageModelGrades:
             return reason or ""
         if last.is_cut:
             return f"its reply was cut at max_tokens={self._source.max_tokens}; raise it: {last.text[-80:]!r}"
-        return f"its reply is no grade: {last.text[-80:]!r}"
-
-    def _usage(self, replies: Mapping[str, ModelReply]) -> dict[str, float]:
-        """Return what the replies cost, also those that were kept before."""
-        return {
-            "requests": float(len(replies)),
-            "unusable": float(sum(map(self._is_unusable, replies.values()))),
-            "prompt_tokens": float(sum(reply.prompt_tokens for reply in replies.values())),
-            "completion_tokens": float(sum(reply.completion_tokens for reply in replies.values())),
-        }
-
-    def _is_unusable(self, reply: ModelReply) -> bool:
-        return reply.is_cut or grade_of(reply.text, self._source.scale) is None
-
-    def _question(self, sample: RewardInput) -> str:
-        return _QUESTION.format(
-            rubric=self._rubric, prompt=sample.prompt, answer=sample.response, scale=self._source.scale
-        )
+        return f"its reply is no {'verdict' if self._source.compare else 'grade'}: {last.text[-80:]!r}"
 
     def _judge(self) -> str:
         """Return the digest of all that decides a reply, but the question."""
-        # Rubric and scale are in the text of the question.
+        # Rubric and scale are in the text of the question, and what is asked for as well.
         parts = ["grade", FORM, self._source.url, self._source.model, self._source.max_tokens]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+class LanguageModelGrades(LanguageModelAsker):
+    """Callable `Sequence[RewardInput] -> Outcome`, for one thread."""
+
+    def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
+        """Grade (n,) samples.
+
+        Raises `RewardError` if no retry can help: a wrong key or model.
+        """
+        scale = self._source.scale
+        questions = [self._question(sample) for sample in samples]
+        grades, why, usage = self._ask(
+            questions, lambda text: grade_of(text, scale), _AGAIN.format(scale=scale)
+        )
+        values, reasons = [math.nan] * len(questions), {}
+        for index, question in enumerate(questions):
+            if question in grades:
+                values[index] = (grades[question] - 1) / (scale - 1)
+            else:
+                reasons[index] = why[question]
+        return Outcome(values, reasons, usage)
+
+    def _question(self, sample: RewardInput) -> str:
+        return _QUESTION.format(
+            rubric=self._rubric or _RUBRIC,
+            prompt=sample.prompt,
+            answer=sample.response,
+            scale=self._source.scale,
+        )
 
 
 def grade_of(reply: str, scale: int) -> int | None:

@@ -17,7 +17,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import math
 import os
 import signal
 import socket
@@ -32,7 +31,7 @@ from typing import Any
 from rlhf_core.config.rewards import PythonReward, UserFunction
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.check import function_file
-from rlhf_core.rewards.failures import CodeError, Failure, Outcome, score_with_retries
+from rlhf_core.rewards.failures import CodeError, Failure, Outcome, groups_of, score_with_retries
 from rlhf_core.system.processes import launch, python_module
 from rlhf_core.types import RewardInput
 
@@ -89,22 +88,10 @@ class PythonFunction:
         self._start()
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
-        batches: dict[str, list[int]] = {}
-        for index, sample in enumerate(samples):
-            batches.setdefault(sample.prompt_id if self._source.needs_group else "", []).append(index)
-        values, reasons = [math.nan] * len(samples), dict[int, str]()
-        for rows in batches.values():
-            batch = [samples[row] for row in rows]
-            outcome = score_with_retries(self._name, self._once, batch, self._source.retries + 1)
-            if outcome.is_broken and self._source.on_error == "abort":
-                raise InputError(
-                    f"reward {self._name}: the function fails for each response: {outcome.reasons[0]};"
-                    " correct it"
-                )
-            for row, value in zip(rows, outcome.values, strict=True):
-                values[row] = value
-            reasons |= {rows[index]: reason for index, reason in outcome.reasons.items()}
-        return Outcome(values, reasons)
+        if not self._source.needs_group:
+            return self._score(samples)
+        groups = groups_of(samples)
+        return Outcome.of_groups(groups, [self._score([samples[row] for row in rows]) for rows in groups])
 
     def close(self) -> None:
         """End the process; a second call does nothing."""
@@ -114,6 +101,14 @@ class PythonFunction:
             self._exit_status()
             # Also if the process has ended, because those that the function started may still run.
             self._kill()
+
+    def _score(self, samples: Sequence[RewardInput]) -> Outcome:
+        outcome = score_with_retries(self._name, self._once, samples, self._source.retries + 1)
+        if outcome.is_broken and self._source.on_error == "abort":
+            raise InputError(
+                f"reward {self._name}: the function fails for each response: {outcome.reasons[0]}; correct it"
+            )
+        return outcome
 
     def _once(self, samples: Sequence[RewardInput]) -> Outcome:
         if self._process is None:

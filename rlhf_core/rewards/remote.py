@@ -8,8 +8,9 @@ variable is set in the environment:
 
 `prompt` and `response` are plain text without special tokens; `meta` has the other fields of the prompt's
 row; `finished` is false if the length limit cut the response. With `send_tokens` each item also has
-`prompt_ids` and `response_ids`, the tokens that the policy read and generated. The answer is status 200 and
-one score per item, in order:
+`prompt_ids` and `response_ids`, the tokens that the policy read and generated. With `needs_group` the items
+of a request are all responses to one prompt in the batch, and no others. The answer is status 200 and one
+score per item, in order:
 
     {"scores": [0.25, null, ...], "errors": {"1": "why item 1 has no score"}}
 
@@ -38,7 +39,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.rewards.failures import Failure, Outcome, Refused, score_with_retries
+from rlhf_core.rewards.failures import Failure, Outcome, Refused, groups_of, score_with_retries
 from rlhf_core.rewards.post import TOKEN_VARIABLE, Poster, request_threads, reward_token
 from rlhf_core.types import RewardInput
 
@@ -146,10 +147,13 @@ class RemoteService:
         Raises `RewardError` if no retry can help: a wrong token or path.
         """
         size = self._source.items_per_request
-        parts = [samples[start : start + size] for start in range(0, len(samples), size)]
+        parts = [list(range(len(samples)))[start : start + size] for start in range(0, len(samples), size)]
+        if self._source.needs_group:
+            parts = groups_of(samples)
+        batches = [[samples[row] for row in rows] for rows in parts]
         with request_threads(self._source.concurrency * len(self._source.urls)) as threads:
             # `map` keeps the order of the parts, whichever answer comes first.
-            return Outcome.joined(list(threads.map(self._score, parts)))
+            return Outcome.of_groups(parts, list(threads.map(self._score, batches)))
 
     def close(self) -> None:
         """Close the connections; a second call does nothing."""
@@ -166,10 +170,15 @@ class RemoteService:
         )
 
     def _once(self, samples: Sequence[RewardInput], *, searching: bool = False) -> Outcome:
-        request = {"items": list(map(self._item, samples))}
-        with self._replicas.least_busy(searching=searching) as url:
-            body = self._poster.ask(url, request, self._source.timeout)
-            return read_answer(body, len(samples), urlsplit(url).netloc)
+        request = {"items": [self._item(sample) for sample in samples]}
+        try:
+            with self._replicas.least_busy(searching=searching) as url:
+                body = self._poster.ask(url, request, self._source.timeout)
+                return read_answer(body, len(samples), urlsplit(url).netloc)
+        except Failure as failure:
+            # Parts of a group would get other values.
+            failure.searchable &= not self._source.needs_group
+            raise
 
     def _item(self, sample: RewardInput) -> dict[str, Any]:
         item = {

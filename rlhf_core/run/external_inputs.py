@@ -19,9 +19,9 @@ from rlhf_core.config.address import (
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import LanguageModelReward, UserFunction
 from rlhf_core.data.sources import model_digest, model_mark, short_name, source_digests, source_marks
-from rlhf_core.evaluation.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.evaluation.votes import read_vote_files
 from rlhf_core.rewards.check import function_file, functions_of_ppo, reward_fields
+from rlhf_core.rewards.questions import FOLDER, RUBRIC, rubric_text
 from rlhf_core.stages.benchmark import benchmark_digests
 from rlhf_core.tracking.tracker import DataSet
 

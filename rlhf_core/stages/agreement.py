@@ -12,9 +12,9 @@ from rlhf_core.evaluation.language_model import LanguageModelJudge, held_out_pai
 from rlhf_core.evaluation.statistics import preference
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
-from rlhf_core.rewards.compose import code_digests, source_name
+from rlhf_core.rewards.comparisons import asked_model
+from rlhf_core.rewards.compose import code_digests, prefixed_usage, source_name
 from rlhf_core.rewards.failures import resolve_failures
-from rlhf_core.rewards.language_model import LanguageModelGrades
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.home import Home
 from rlhf_core.types import RewardInput, StageContext, prefixed
@@ -100,7 +100,7 @@ def _measure(
     """Return the agreement of a source. `answers` are two of each pair, and `groups` those of the pairs."""
     name = source_name(source)
     digest = code_digests(config.ppo.rewards, context.sources).get(name)
-    outcome = LanguageModelGrades(source, digest, Home.of(config.run.home).judge)(answers)
+    outcome = asked_model(source, digest, Home.of(config.run.home).judge)(answers)
     grades = resolve_failures(name, source.on_error, outcome, answers)
     sign = 1 if source.weight > 0 else -1  # with a negative weight, the lower grade is the better one
     preferences: list[float] = []
@@ -123,4 +123,8 @@ def _measure(
         name, found.mean, found.low, found.high, len(preferences),
     )  # fmt: skip
     numbers = found.to_json() | {"pairs": float(len(preferences))}
-    return prefixed(f"reward_agreement/{name}/", numbers)
+    metrics = prefixed(f"reward_agreement/{name}/", numbers)
+    if source.compare is not None:
+        usage = {part: outcome.usage[part] for part in ("comparisons", "inconsistent", "order_bias")}
+        metrics |= prefixed("reward_agreement/", prefixed_usage({name: usage}))
+    return metrics

@@ -83,11 +83,18 @@ def _check_grader(grader: LanguageModelReward, stage: StageName, metrics: Mappin
     agreement, low, high, pairs = (metrics[f"{prefix}/{part}"] for part in ("mean", "low", "high", "pairs"))
     assert grader.min_agreement is not None
     reason = _why_refused(agreement, low, "min_agreement", grader.min_agreement)
+    order = ""
+    if f"{prefix}/order_bias" in metrics:
+        changing, bias = metrics[f"{prefix}/inconsistent"], metrics[f"{prefix}/order_bias"]
+        order = (
+            f" Its preference changes with the order of the answers on {changing:.0%} of the pairs (order"
+            f" bias {bias:+.2f}; +1: always the first one)."
+        )
     if reason:
         raise GateFailed(
             f"{stage}: reward {name} ({grader.model}) agrees with {agreement:.3f} [{low:.3f}, {high:.3f}] of"
-            f" {pairs:.0f} held-out pairs of people (equal grades count half), {reason}. Use a better model"
-            " or rubric, or set its min_agreement to null if its grades are not about the preference of"
+            f" {pairs:.0f} held-out pairs of people (equal grades count half), {reason}.{order} Use a better"
+            " model or rubric, or set its min_agreement to null if its grades are not about the preference of"
             " people"
         )
 

@@ -16,6 +16,7 @@ from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
 from rlhf_core.data.dataset import load_prompts, open_sft, require_answers
+from rlhf_core.data.difficulty import by_difficulty
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
@@ -32,6 +33,7 @@ from rlhf_core.rewards.compose import code_digests
 from rlhf_core.rewards.python_function import read_code
 from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.stages.reward_checks import check_rewards_of_stage
 from rlhf_core.stages.training import fetch_base, require_usable
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
@@ -67,6 +69,7 @@ def run(
     require_usable(config, context, "ppo")
     device = resolve_device(config.run.device)
     decoder = load_decoder(context.data)
+    check_rewards_of_stage(config, context, decoder)
     fleet = make_fleet(config, context, device, decoder.pad)
     with _started(config, context, decoder, fleet) as controller:
         controller.run()
@@ -105,6 +108,8 @@ def _started(
     """Start the fleet, and yield its controller."""
     data, ppo = context.data, config.ppo
     prompts = load_prompts(data, "train")  # a list: `StoredRollouts` knows a prompt by its identity
+    if ppo.difficulty is not None:
+        prompts = by_difficulty(prompts, ppo.difficulty)
     # The stage `data` has checked the share of answers that can be reached.
     require_answers(prompts, ppo.rewards, most=1.0)
     processes = plan(ppo).processes

@@ -34,11 +34,11 @@ from rlhf_core.errors import DataError
 from rlhf_core.evaluation import scoring
 from rlhf_core.evaluation.generate import SamplingSettings, sample_responses, seed_of
 from rlhf_core.evaluation.policy_files import trained_files
-from rlhf_core.evaluation.questions import Pair
 from rlhf_core.evaluation.rank_scoring import evaluation_session
 from rlhf_core.evaluation.review import AnswersToPrompt, SampledAnswer, write_answers
 from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import code_digests, reward_inputs
+from rlhf_core.rewards.questions import Pair
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.system.files import write_jsonl
 from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult, prefixed

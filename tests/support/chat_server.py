@@ -79,6 +79,12 @@ def answers_of(question: str) -> tuple[str, str]:
     return a, rest.partition("\n\n### Verdict")[0]
 
 
+def listed_answers(question: str) -> list[str]:
+    """Return the answers of a question that numbers them."""
+    rest = question.partition("\n\n### Verdict")[0]
+    return [part.partition("\n")[2].strip("\n") for part in rest.split("### Answer ")[1:]]
+
+
 def prefer_longer(question: str) -> str:
     """Prefer the longer answer."""
     a, b = answers_of(question)

@@ -50,6 +50,8 @@ NEED_ARGUMENTS = (
     "run",
     "rounds",
     "plan",
+    "check-reward",
+    "rehearse",
     "why",
     "compare",
     "serve-reward",

@@ -17,6 +17,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, SetName, Source
 from rlhf_core.config.placement import plan
+from rlhf_core.config.rewards import LanguageModelReward
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, RewardConfig, SFTConfig, TrainingSection
 from rlhf_core.data.files import list_files, read_file, suffix_of
 from rlhf_core.data.sources import address_of
@@ -217,6 +218,19 @@ def _ppo(config: PipelineConfig) -> str:
             f"critic: {_share(ppo.minibatch_size, ppo.critic_deepspeed.ranks)};"
             f" {_training(ppo.critic_deepspeed, ppo.lora)}"
         )
+    if ppo.difficulty is not None:
+        chosen = ppo.difficulty
+        lines.append(
+            f"prompts with {chosen.field} from {chosen.min:g} to {chosen.max:g}"
+            f" ({chosen.order.replace('_', ' ')}); the number of steps stays, so each is drawn more often"
+        )
+    for source in ppo.rewards:
+        if isinstance(source, LanguageModelReward):
+            asked = ppo.most_questions(source)
+            lines.append(
+                f"reward {source.used_name}: at most {_plural(asked, 'question')} to {source.model} a step,"
+                f" with replies of at most {source.max_tokens} tokens; {ppo.steps * asked} questions in all"
+            )
     lines.append(f"devices: {plan(ppo).describe()}")
     return "\n".join(lines)
 

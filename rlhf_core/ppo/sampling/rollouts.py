@@ -66,16 +66,19 @@ _CHUNKS_PER_RANK = 8
 # -- which engine samples which prompt --
 
 
-def prompts_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
+def prompts_of_step(count: int, per_step: int, seed: int, step: int, *, shuffled: bool = True) -> list[int]:
     """Return the indices of the prompts of PPO step `step` (1-based).
 
-    The steps go through one permutation of all `count` prompts after another.
+    The steps go through one permutation of all `count` prompts after another, or through 0..count-1 again and
+    again.
     """
     indices = []
     start = (step - 1) * per_step
     for position in range(start, start + per_step):
         epoch, offset = divmod(position, count)
-        indices.append(permutation(count, derive_seed(seed, "prompts", epoch))[offset])
+        if shuffled:
+            offset = permutation(count, derive_seed(seed, "prompts", epoch))[offset]
+        indices.append(offset)
     return indices
 
 
@@ -189,7 +192,9 @@ class Collector:
 
     def _drawn(self, step: int) -> list[int]:
         """Return the indices of the prompts of a step."""
-        return prompts_of_step(len(self._prompts), self._ppo.prompts_per_step, self._seed, step)
+        ppo, difficulty = self._ppo, self._ppo.difficulty
+        shuffled = difficulty is None or difficulty.order == "shuffled"
+        return prompts_of_step(len(self._prompts), ppo.prompts_per_step, self._seed, step, shuffled=shuffled)
 
     def finish(self, sampling: Sampling) -> RolloutBatch:
         """Wait for the responses of a step. With filtering, score them and replace groups.

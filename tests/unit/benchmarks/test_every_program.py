@@ -21,6 +21,7 @@ TESTED_BY = {
     "benchmarks/adapter_agreement": "unit/benchmarks/test_programs_of_runs.py",
     "benchmarks/alarm": "unit/benchmarks/test_programs_of_runs.py",
     "benchmarks/architectures": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/bad_rewards": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/bfloat16": "unit/benchmarks/test_bfloat16_program.py",
     "benchmarks/comparison": "unit/benchmarks/test_iteration_programs.py",
     "benchmarks/data_scale": "unit/benchmarks/test_scripted_programs.py",

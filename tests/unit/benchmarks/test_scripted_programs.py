@@ -4,12 +4,14 @@
 - the controller's time is measured for each number of ranks, in a process of its own
 - the pages of a record are measured while its texts are decoded and after that
 - the cost of data is measured for each part
+- a bad reward counts as flagged, and a sound one passes
 """
 
 from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from types import SimpleNamespace
@@ -17,7 +19,15 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import architectures, data_scale, driver_scale, growth, inspect_record, promotion
+from tests.benchmarks import (
+    architectures,
+    bad_rewards,
+    data_scale,
+    driver_scale,
+    growth,
+    inspect_record,
+    promotion,
+)
 
 
 def cells(text: str) -> list[list[str]]:
@@ -139,3 +149,15 @@ def test_a_case_of_the_controller_is_a_line_of_json(
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["responses"], found["tokens"], found["waiting"]) == (2, 32, 16, 0.5)
     assert found["calls"] > 0 and found["references"] > 0 and found["pickled_mb"] > 0
+
+
+def test_a_bad_reward_is_flagged_and_a_sound_one_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bad_rewards, "ROWS", 24)
+    assert bad_rewards.main(["--only", "exact_text,same_words", "--cards"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^bad +exact_text .* flagged +.*whitespace", shown, re.MULTILINE)
+    assert re.search(r"^sound same_words .* passes", shown, re.MULTILINE)
+    assert "1 of 1 bad rewards flagged; 0 sound ones flagged" in shown
+    assert "a line feed after it changes the value" in shown

@@ -198,6 +198,25 @@ def test_a_grader_is_not_measured_without_pairs_of_people(
     assert not any(isinstance(finding, ConfigError) for finding in check_consistency(config))
 
 
+@pytest.mark.parametrize(
+    ("model", "weight", "warned"), [("m", 1.0, True), ("n", 1.0, False), ("m", 0.0, False)]
+)
+def test_a_judge_that_is_also_a_reward_is_named(model: str, weight: float, warned: bool) -> None:
+    tree = {
+        "run": {"device": "cpu"},
+        "data": GENERATED,
+        "ppo": {
+            "rewards": [
+                {"type": "model"},
+                {"type": "language_model", "url": "http://one/v1", "model": "m", "weight": weight},
+            ]
+        },
+        "evaluate": {"language_model": {"url": "http://two/v1", "model": model}},
+    }
+    found = [text for text in unusual_settings(config_from_tree(tree, "test")) if "is also a reward" in text]
+    assert len(found) == warned
+
+
 def test_the_precision_in_which_a_start_is_saved_is_checked_although_it_is_not_trained() -> None:
     sft = {"enabled": False, "deepspeed": {"dtype": "float16"}}
     start = config_from_tree({"model": "an/instruct-model", "data": GENERATED, "sft": sft}, "test")

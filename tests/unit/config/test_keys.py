@@ -142,6 +142,7 @@ EVERYTHING = {
         "lora": {},
         "overlong": {"buffer": 1},
         "dynamic_filtering": {},
+        "difficulty": {},
         "ptx": {"coef": 1.0},
         "teacher": {"path": "teacher"},
         "advantages": {"type": "python", "function": "a:b"},
@@ -173,7 +174,7 @@ DEEPSPEEDS = (
     "ppo.critic_deepspeed",
 )
 IN_NO_KEY = {
-    "model.path", "model.revision", "data.chat_template", "register.votes",
+    "model.path", "model.revision", "data.chat_template", "data.processes", "register.votes",
     "data.sft.path", "data.sft.revision", "data.preference.path", "data.preference.revision",
     "data.prompts.path", "data.prompts.revision",
     *(f"{section}.{name}" for section in DEEPSPEEDS for name in ("gradient_checkpointing", "hpz",
@@ -188,6 +189,7 @@ IN_NO_KEY = {
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
     "ppo.advantages.file",
     "ppo.teacher.path", "ppo.teacher.revision",
+    "ppo.check_rewards",
     "ppo.checkpoint_every", "ppo.enabled", "ppo.max_kl", "ppo.micro_batch_tokens",
     "ppo.published_loss_limit", "ppo.reference_ranks", "ppo.reward_ranks", "ppo.samples_every",
     "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
@@ -204,7 +206,7 @@ IN_NO_KEY = {
     "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency",
     "ppo.rewards.remote.items_per_request",
     "ppo.rewards.remote.retries", "ppo.rewards.remote.timeout",
-    *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "api_key_env",
+    *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "api_key_env", "max_questions",
         "min_agreement", "concurrency", "timeout", "retries", "backoff")),
 }  # fmt: skip
 """Whatever they are, the result is the same but for rounding, or its content counts in their place.

@@ -6,6 +6,8 @@
 - measures by data source are there if there are several sources
 - the correlation of reward model and judge is over the responses that have both scores
 - wins are counted against the SFT model's scores, also after a restart
+- a reward that compares sees the SFT model's response as well, also after a restart, and its agreement with
+  the judge is a metric
 """
 
 from __future__ import annotations
@@ -72,11 +74,18 @@ class Composer(RewardComposer):
         self._rewards, self._deviations = rewards, list(deviations)
 
     @override
-    def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
+    def score(
+        self,
+        batch: Sequence[RewardInput],
+        model_scores: Sequence[float] | None,
+        opponents: Sequence[RewardInput] = (),
+    ) -> RewardBatch:
         assert [sample.prompt_id for sample in batch] == [prompt.prompt_id for prompt in PROMPTS]
+        self.opponents = opponents
         values = self._rewards[self.version]
         usage = {"keywords": {"requests": 3.0, "unusable": 1.5}}
-        return RewardBatch(values, dict.fromkeys(("keywords", "model"), values), usage, self._deviations)
+        names = ("keywords", "model", "language_model")
+        return RewardBatch(values, dict.fromkeys(names, values), usage, self._deviations)
 
 
 class Evaluation(HeldOutEvaluation):
@@ -102,7 +111,12 @@ class Evaluation(HeldOutEvaluation):
         roles: tuple[Role, ...] = ("policy", "reference") + (() if judge is None else ("judge",))
         tree = {
             "reward": {"enabled": source["type"] == "model"},
-            "ppo": {"rewards": [source], "missing_eos_penalty": 0.5, "kl": {"coef": 0.1}},
+            "ppo": {
+                "rewards": [source],
+                "missing_eos_penalty": 0.5,
+                "kl": {"coef": 0.1},
+                "samples_per_prompt": 2,
+            },
         }
         config = config_from_tree(tree, "test")
         self._scripted_fleet = ScriptedFleet(
@@ -110,8 +124,11 @@ class Evaluation(HeldOutEvaluation):
             ranks={role: [self._models] for role in roles},
             engines=[ScriptedEngineActor(self._engine)],
         )
-        super().__init__(config, self._scripted_fleet, PROMPTS, lambda ids: "a b a b", self._composer)
+        super().__init__(config, self._scripted_fleet, PROMPTS, self._decode_version, self._composer)
         self._seed = derive_seed(config.run.seed, "ppo", "evaluation")
+
+    def _decode_version(self, _ids: Sequence[int]) -> str:
+        return "a b a b" if self._against is None else f"of version {self._composer.version}"
 
     @override
     def evaluate(self, version: int) -> HeldOutResult:
@@ -185,3 +202,23 @@ def test_agreement_of_reward_model_and_judge_is_their_correlation() -> None:
     # Deviations -1, 0, 1 and -1, -1, 2; the response without a reward is left out.
     assert found["eval/judge_correlation"] == pytest.approx(3 / 12**0.5)
     assert found["eval/judge_correlation_error"] == pytest.approx((1 - 9 / 12) / 2**0.5)
+
+
+def test_a_reward_that_compares_sees_the_response_of_the_sft_model_as_well() -> None:
+    compares: dict[str, Any] = {"type": "language_model", "url": "http://one/v1", "model": "m"}
+    compares |= {"compare": "pairs", "max_tokens": 64}
+    rewards = {0: [0.5] * 4, 2: [1.0, 0.75, 0.0, 0.5]}
+    judge = {0: [0.3] * 4, 2: [0.4, 0.2, 0.2, 0.3]}
+    evaluation = Evaluation(rewards, judge, compares)
+    first = evaluation.evaluate(0).metrics
+    assert first["eval/rewards/language_model/judge_agreement"] == 0.5
+    restarted = Evaluation(rewards, judge, compares)
+    restarted.load_state_dict(evaluation.state_dict())
+    for each in (evaluation, restarted):
+        found = each.evaluate(2).metrics
+        assert [sample.response for sample in each._composer.opponents] == ["of version 0"] * 4
+        assert [sample.prompt_id for sample in each._composer.opponents] == ["p0", "p1", "p2", "p3"]
+        # The judge prefers the policy, the SFT model twice, and none.
+        assert found["eval/rewards/language_model/judge_agreement"] == (1 + 0 + 1 + 0.5) / 4
+        assert found["eval/rewards/language_model"] == 2.25 / 4
+    assert "eval/rewards/keywords/judge_agreement" not in Evaluation(rewards, judge).evaluate(0).metrics

@@ -22,8 +22,8 @@ from rlhf_core.data.sources import model_digest
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed, ModelError, RewardError
 from rlhf_core.evaluation.language_model import LanguageModelJudge
-from rlhf_core.evaluation.questions import AGAIN, FOLDER
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.rewards.questions import AGAIN, FOLDER
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_core.errors import ConfigError
-from rlhf_core.evaluation.questions import Pair, judged, letter_of, questions_of, rubric_text
+from rlhf_core.rewards.questions import Pair, judged, letter_of, questions_of, rubric_text
 from tests.support.chat_server import answers_of
 
 

@@ -84,6 +84,26 @@ def test_the_batch_sizes_are_described_in_words() -> None:
     assert "policy: 4 on each of 4 ranks; at most 1 micro-batch of 2000 tokens" in batches["ppo"]
 
 
+def test_the_chosen_prompts_are_given() -> None:
+    chosen = config(difficulty={"min": 0.25, "max": 0.75, "order": "easy_first"})
+    assert "prompts with pass_rate from 0.25 to 0.75 (easy first)" in dict(describe_batches(chosen))["ppo"]
+
+
+def test_the_questions_of_a_reward_are_given() -> None:
+    reward = {"type": "language_model", "url": "http://one/v1", "model": "m", "max_tokens": 256}
+    ppo: dict[str, Any] = {"algorithm": "grpo", "prompts_per_step": 16, "samples_per_prompt": 8, "steps": 10}
+
+    def described(more: dict[str, Any] | None = None, **fields: Any) -> str:
+        return dict(describe_batches(config(**ppo, **(more or {}), rewards=[reward | fields])))["ppo"]
+
+    assert "reward language_model: at most 128 questions to m a step" in described()
+    assert "at most 896 questions" in described(compare="pairs")
+    assert "at most 384 questions" in described(compare="pairs", opponents=3)
+    text = "at most 32 questions to m a step, with replies of at most 256 tokens; 320 questions in all"
+    assert text in described(compare="ranking")
+    assert "at most 192 questions" in described({"dynamic_filtering": {"max_rounds": 5}}, compare="ranking")
+
+
 def test_without_data_steps_are_given_for_a_thousand_examples() -> None:
     batches = dict(describe_batches(load_config(CONFIGS / "tinystories.yaml")))
     assert "32 optimizer steps for every 1000 demonstrations (1 epoch)" in batches["sft"]

@@ -70,7 +70,12 @@ class Rewards(RewardComposer):
         self._steps = 0
 
     @override
-    def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
+    def score(
+        self,
+        batch: Sequence[RewardInput],
+        model_scores: Sequence[float] | None,
+        opponents: Sequence[RewardInput] = (),
+    ) -> RewardBatch:
         found = super().score(batch, model_scores)
         self._steps += 1
         if self._change is not None and self._steps == STEP:

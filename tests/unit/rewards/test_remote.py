@@ -5,6 +5,7 @@
   answer
 - a failing replica is avoided while others answer; without any, the failure comes in time
 - an item without a score, or one that the service refuses, does not affect the other items
+- with `needs_group` a request has all responses to one prompt, and one that is refused is not split
 - redirects, wrong tokens and wrong paths end the step at once; redirects are not followed
 - proxies of the environment are not used, and the certificate is checked against the name in the url
 - the token is sent; the checks before the start refuse one that would be sent unencrypted to a public address
@@ -173,6 +174,25 @@ def test_scores_come_in_the_order_of_the_samples(serve: Any) -> None:
     assert outcome == Outcome([float(n) for n in range(20)])
     assert sorted(len(items) for service in services for items in service.seen) == [2, *[3] * 6]
     assert all(service.seen for service in services)
+
+
+def test_a_service_that_needs_the_group_gets_all_responses_to_a_prompt_in_a_request(serve: Any) -> None:
+    def ranks(handler: Handler, items: list[dict[str, Any]]) -> None:
+        lengths = [len(item["response"]) for item in items]
+        is_bad = any(item["response"] == "bad" for item in items)
+        scores = json.dumps({"scores": [max(lengths) - length for length in lengths]})
+        handler.reply(422 if is_bad else 200, scores.encode())
+
+    service = serve(ranks)
+    samples = [
+        RewardInput(prompt, "", response, (1,), (2,), True)
+        for prompt, response in (("p", "a"), ("q", "bad"), ("p", "abc"), ("q", "abc"), ("r", "ab"))
+    ]
+    outcome = ask([service], samples, needs_group=True, items_per_request=1)
+    assert [outcome.values[i] for i in (0, 2, 4)] == [2.0, 0.0, 0.0]
+    assert list(outcome.reasons) == [1, 3], "a part of the group of q would get other values"
+    asked = sorted([item["prompt_id"] for item in items] for items in service.seen)
+    assert asked == [["p", "p"], ["q", "q"], ["r"]]
 
 
 def test_no_samples_send_no_request(serve: Any) -> None:

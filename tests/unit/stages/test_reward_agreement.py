@@ -1,6 +1,7 @@
 """Agreement of a language model that grades with people, before PPO, with a scripted server on loopback.
 
 - a grader that prefers the chosen answers passes, and one that grades all the same is refused with the figure
+- one that compares sees both answers of a pair in both orders, and one that prefers the first is refused
 - pairs that a model has labelled are left out; without others nothing is measured, and the log says so
 - sources of weight 0, and those without `min_agreement`, are not asked
 - without grades for most pairs the agreement is not known
@@ -24,7 +25,7 @@ from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.types import PairExample, StageContext
-from tests.support.chat_server import ChatServer
+from tests.support.chat_server import ChatServer, listed_answers, prefer_first, prefer_longer
 
 OF_MODEL = {"field": "data.preference[1]", "name": "model", "labelled_by": "reward"}
 
@@ -50,7 +51,10 @@ def config_of(folder: Path, url: str, **settings: Any) -> PipelineConfig:
     server = {"url": url, "model": "grader-1", "retries": 0, "backoff": 0.01}
     tree = {
         "run": {"device": "cpu", "home": str(folder / "home")},
-        "ppo": {"rewards": [{"type": "model"}, {"type": "language_model", **server, **settings}]},
+        "ppo": {
+            "rewards": [{"type": "model"}, {"type": "language_model", **server, **settings}],
+            "samples_per_prompt": 2,
+        },
         "evaluate": {"bootstrap": 200, "language_model": server},
     }
     return PipelineConfig.model_validate_json(json.dumps(tree))
@@ -97,6 +101,36 @@ def test_a_grader_that_does_not_agree_is_refused(reply: str, share: str, tmp_pat
         if not reply:  # the lower grade is the better one; the replies are kept
             check_language_model_rewards(config_of(tmp_path, server.url, weight=-1.0), context, "ppo")
         assert len(server.requests) == asked
+
+
+@pytest.mark.parametrize("compare", ["pairs", "ranking", "scores"])
+def test_a_judge_that_compares_sees_both_answers_of_a_pair(compare: str, tmp_path: Path) -> None:
+    def by_length_of(question: str) -> str:
+        if compare == "pairs":
+            return prefer_longer(question)
+        lengths = [len(answer) for answer in listed_answers(question)]
+        if compare == "scores":
+            return ", ".join("9" if length == max(lengths) else "3" for length in lengths)
+        return "1 > 2" if lengths[0] > lengths[1] else "2 > 1"
+
+    context = context_of(tmp_path, "people")
+    with ChatServer(by_length_of) as server:
+        config = config_of(tmp_path, server.url, compare=compare, max_tokens=64)
+        found = check_language_model_rewards(config, context, "ppo")
+        assert len(server.requests) == 40, "one for each order"
+    name = "reward_agreement/language_model"
+    assert found[f"{name}/mean"] == 1.0 and found[f"{name}/comparisons"] == 20
+    assert found[f"{name}/inconsistent"] == 0 and found[f"{name}/order_bias"] == 0
+
+
+def test_a_judge_that_prefers_the_first_answer_is_refused_with_its_bias(tmp_path: Path) -> None:
+    text = (
+        r"agrees with 0\.500 \[.*\] of 20 .* below min_agreement=0\.6\. Its preference changes with the order"
+        r" of the answers on 100% of the pairs \(order bias \+1\.00; \+1: always the first one\)"
+    )
+    with ChatServer(prefer_first) as server, pytest.raises(GateFailed, match=text):
+        config = config_of(tmp_path, server.url, compare="pairs", max_tokens=64)
+        check_language_model_rewards(config, context_of(tmp_path, "people"), "ppo")
 
 
 def test_without_pairs_of_people_nothing_is_measured(

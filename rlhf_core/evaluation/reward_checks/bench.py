@@ -1,0 +1,307 @@
+"""Scores texts with the sources of `ppo.rewards`, and makes the score card.
+
+    rows, sources -> Bench: each (row, text) once -> View of a source or of their sum -> CHECKS -> Card
+
+A source that gives no answer in time is not called again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from rlhf_core.config.rewards import AnyReward, LanguageModelReward, ModelReward, PythonReward, RemoteReward
+from rlhf_core.evaluation.reward_checks.material import FORMS, Candidates, Row, sample
+from rlhf_core.rewards.compose import weighted_sum
+from rlhf_core.rewards.failures import Call
+from rlhf_core.types import RewardInput
+
+TOTAL = "total"
+"""Name of the weighted sum of all sources."""
+SECONDS = 10.0
+"""Longest time of one call, if the source has no shorter one."""
+_CALL = 128
+PROMPTS = 200
+ASKED_ROWS = 8
+"""Rows for sources that are asked over the network, or are models."""
+_LOOKED_AT = 24
+_ACCEPTED = 0.75
+_READS = 0.1
+
+Item = tuple[int, str, bool]
+"""Row, response, and whether EOS ended it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check of one source."""
+
+    check: str
+    source: str
+    result: Literal["finding", "passes", "not measured"]
+    evidence: str = ""
+
+
+@dataclass(frozen=True)
+class Card:
+    """The score card of all sources."""
+
+    rows: tuple[Finding, ...]
+    prompts: int
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Why a source was not scored, by its name."""
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The checks that found something."""
+        return [row for row in self.rows if row.result == "finding"]
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        sources = len({row.source for row in self.rows} - {TOTAL})
+        found = f"{len(self.findings)} findings" if len(self.findings) != 1 else "1 finding"
+        line = f"{found if self.findings else 'passes'}: {sources} rewards on {self.prompts} prompts"
+        return line + "".join(f"; {name} was not checked: {why}" for name, why in self.skipped.items())
+
+
+class NotMeasured(Exception):
+    """A check does not apply; the message is the reason."""
+
+
+@dataclass
+class Subject:
+    """A source that is called."""
+
+    source: AnyReward
+    call: Call
+    failures: list[tuple[RewardInput, str]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.source.used_name
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether values depend on the other responses to the prompt."""
+        return isinstance(self.source, PythonReward) and self.source.needs_group
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a value costs a request or a forward pass."""
+        return isinstance(self.source, RemoteReward | LanguageModelReward | ModelReward)
+
+    @property
+    def has_hung(self) -> bool:
+        """Whether a call gave no answer in time."""
+        return any("no answer within" in reason for _, reason in self.failures)
+
+    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
+        """Return the (n,) values; NaN for a failure."""
+        values: list[float] = []
+        for start in range(0, len(samples), _CALL):
+            part = samples[start : start + _CALL]
+            if self.has_hung:
+                values += [math.nan] * len(part)
+                continue
+            outcome = self.call(part)
+            self.failures += [(part[index], reason) for index, reason in outcome.reasons.items()]
+            values += outcome.values
+        return values
+
+
+class Bench:
+    """Scores each text once, with all sources."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        subjects: Sequence[Subject],
+        encode: Callable[[str], Sequence[int]],
+        score_clip: float | None,
+    ) -> None:
+        self.rows, self.subjects = rows, subjects
+        self.score_clip = score_clip
+        self.candidates = Candidates(rows)
+        self._encode = encode
+        self._values: dict[Item, dict[str, float]] = {}
+
+    def sample(self, item: Item) -> RewardInput:
+        """Return what the sources get."""
+        row, text, finished = item
+        return sample(self.rows[row], text, self._encode, finished=finished)
+
+    def values(self, name: str, items: Sequence[Item]) -> list[float]:
+        """Return the (n,) values of a source, or of the sum of all."""
+        missing = [item for item in dict.fromkeys(items) if item not in self._values]
+        samples = [self.sample(item) for item in missing]
+        by_source = {subject.name: subject(samples) for subject in self.subjects}
+        sources = [subject.source for subject in self.subjects]
+        total = weighted_sum(sources, by_source, len(missing), self.score_clip, normalized=False)
+        by_source[TOTAL] = total
+        for index, item in enumerate(missing):
+            self._values[item] = {each: values[index] for each, values in by_source.items()}
+        return [self._values[item][name] for item in items]
+
+
+@dataclass
+class View:
+    """What a check sees of one source, or of the sum."""
+
+    bench: Bench
+    name: str
+    subject: Subject | None
+    """None for the sum."""
+
+    def values(self, items: Sequence[Item]) -> list[float]:
+        """Return the (n,) values."""
+        return self.bench.values(self.name, items)
+
+    def texts(self, texts: Mapping[int, str], *, finished: bool = True) -> dict[int, float]:
+        """Return the value of one text for each row."""
+        items = [(row, text, finished) for row, text in texts.items()]
+        return dict(zip(texts, self.values(items), strict=True))
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return self.bench.rows
+
+    @property
+    def some(self) -> list[int]:
+        """The first rows that have a good response, for checks with many texts."""
+        return list(self.best)[:_LOOKED_AT]
+
+    @cached_property
+    def others(self) -> dict[int, int]:
+        """For each row with an answer, or else with a good response, one that differs there."""
+        content = {i: row.answer or (row.good[0] if row.good else None) for i, row in enumerate(self.rows)}
+        known = [i for i, text in content.items() if text]
+        pairs = {}
+        for place, i in enumerate(known):
+            later = [*known[place + 1 :], *known[:place]]
+            other = next((j for j in later if content[j] != content[i]), None)
+            if other is not None:
+                pairs[i] = other
+        return pairs
+
+    @cached_property
+    def form(self) -> Callable[[int, str], str] | None:
+        """How an answer is written so that the source tells most rows apart; None without answers."""
+        rows = [i for i in self.others if self.rows[i].answer]
+        if not rows:
+            return None
+
+        def data_form(row: int, answer: str) -> str:
+            return (self.rows[row].data_form() or "{}").format(answer)
+
+        forms: list[Callable[[int, str], str]] = [data_form]
+        forms += map(_written_as, FORMS)
+
+        def told_apart(form: Callable[[int, str], str]) -> int:
+            own = self.texts({i: form(i, self.answer(i)) for i in rows[:_LOOKED_AT]})
+            wrong = self.texts({i: form(i, self.answer(self.others[i])) for i in rows[:_LOOKED_AT]})
+            return sum(_number(own[i]) > _number(wrong[i]) for i in own)
+
+        return max(forms, key=told_apart)
+
+    def answer(self, row: int) -> str:
+        """Return the reference answer of a row."""
+        return self.rows[row].answer or ""
+
+    @cached_property
+    def best(self) -> dict[int, str]:
+        """The good response of each row with the highest value, or its own answer in `form`."""
+        texts: dict[int, list[str]] = {i: list(row.good[:2]) for i, row in enumerate(self.rows) if row.good}
+        if self.form is not None:
+            for i, row in enumerate(self.rows):
+                if row.answer:
+                    texts.setdefault(i, []).append(self.form(i, row.answer))
+        items = [(i, text, True) for i, found in texts.items() for text in found]
+        scored = dict(zip(items, self.values(items), strict=True))
+        return {i: max(found, key=lambda text: _number(scored[i, text, True])) for i, found in texts.items()}
+
+    @cached_property
+    def best_values(self) -> dict[int, float]:
+        return self.texts(self.best)
+
+    @cached_property
+    def wrong(self) -> dict[int, str]:
+        """A wrong response to each row: the answer, or the good response, of another row."""
+        form = self.form
+        if form is not None:
+            return {i: form(i, self.answer(j)) for i, j in self.others.items()}
+        return {i: self.rows[j].good[0] for i, j in self.others.items()}
+
+    @cached_property
+    def wrong_values(self) -> dict[int, float]:
+        return self.texts(self.wrong)
+
+    @cached_property
+    def told_apart(self) -> list[int]:
+        """The rows in which the good response gets more than the wrong one."""
+        return [i for i, gap in self._gaps().items() if gap > _READS * self._range]
+
+    def _gaps(self) -> dict[int, float]:
+        good, wrong = self.best_values, self.wrong_values
+        return {i: good[i] - value for i, value in wrong.items() if i in good}
+
+    @cached_property
+    def reads_rows(self) -> bool:
+        """Whether right responses get more than those that are right for another row, in some rows at
+        least, and hardly ever less.
+        """
+        worse = [i for i, gap in self._gaps().items() if gap < -_READS * self._range]
+        return len(self.told_apart) > max(_READS * len(self.wrong), 4 * len(worse))
+
+    @cached_property
+    def good_level(self) -> float:
+        """The usual value of a right response, among the rows that are told apart."""
+        values = self.best_values
+        return _median([values[i] for i in self.told_apart] or values.values())
+
+    @cached_property
+    def wrong_level(self) -> float:
+        """The usual value of a wrong response."""
+        return _median(self.wrong_values.values())
+
+    @cached_property
+    def scale(self) -> float:
+        """What a difference is compared with: that of good and wrong, or else the range of values."""
+        if self.reads_rows:
+            return self.good_level - self.wrong_level
+        return self._range or 1.0
+
+    @cached_property
+    def _range(self) -> float:
+        bad = [(i, text, True) for i, row in enumerate(self.rows) for text in row.bad[:1]]
+        empty = [(i, "", True) for i in self.some]
+        found = [*self.best_values.values(), *self.wrong_values.values(), *self.values([*bad, *empty])]
+        known = [value for value in found if not math.isnan(value)]
+        return max(known) - min(known) if known else 0.0
+
+    def require_reading(self) -> None:
+        """Raise NotMeasured if values do not depend on what is right for the row."""
+        if not self.reads_rows:
+            raise NotMeasured("its values do not depend on what is right for the row")
+
+    def accepts(self, value: float) -> bool:
+        """Return whether a value is that of a right response, for a source that reads the rows."""
+        return value >= self.wrong_level + _ACCEPTED * (self.good_level - self.wrong_level)
+
+
+def _written_as(form: str) -> Callable[[int, str], str]:
+    """Return what writes the answer of a row in a form."""
+    return lambda _row, answer: form.format(answer)
+
+
+def _number(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
+
+
+def _median(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan

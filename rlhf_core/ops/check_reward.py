@@ -1,0 +1,143 @@
+"""`rlhf check-reward`: the rewards of a configuration on its own prompts, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from rlhf_core.config import PipelineConfig
+from rlhf_core.config.load import load_config
+from rlhf_core.config.redact import printable
+from rlhf_core.data.prepare import read_and_encode
+from rlhf_core.errors import InputError, checking
+from rlhf_core.evaluation.reward_checks.bench import PROMPTS, Card
+from rlhf_core.evaluation.reward_checks.material import rows_of
+from rlhf_core.evaluation.reward_checks.score_card import check_sources
+from rlhf_core.ops.data_table import limited
+from rlhf_core.ops.why import reusable
+from rlhf_core.rewards.failures import Call, Outcome
+from rlhf_core.run.references import resolve
+from rlhf_core.system.home import Home
+from rlhf_core.types import PairExample, PromptExample, RewardInput
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_READ = 5
+"""Rows of a source that are read for each prompt, because some pairs have other prompts."""
+
+
+def check_reward(config_path: str | Path, overrides: Sequence[str] = (), prompts: int = PROMPTS) -> Card:
+    """Check the rewards of a configuration with its first rows. Nothing is written.
+
+    Args:
+        config_path: YAML file.
+        overrides: Fields to override, each as `section.field=value`.
+        prompts: Number of prompts.
+
+    Raises:
+        InputError: The configuration or its data are wrong, or a function cannot be loaded.
+    """
+    with checking(str(config_path)):
+        config = limited(resolve(load_config(config_path, overrides)).config, _READ * prompts)
+    if not config.ppo.rewards:
+        raise InputError(f"{config_path}: ppo.rewards is empty; there is nothing to check")
+    with TemporaryDirectory() as folder:
+        contents = {f"data.{name}[{index}]": None for name, index, _ in config.data.sources()}
+        prepared = read_and_encode(config, Path(folder), lambda done, total: None, contents)
+    examples = [
+        item.example
+        for name in ("prompts", "preference")
+        for items in prepared.splits[name].values()
+        for item in items
+    ]
+    encoder = prepared.encoder
+    tokenizer = encoder.tokenizer
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True)).removeprefix(encoder.response_prefix)
+
+    rows = rows_of(
+        [each for each in examples if isinstance(each, PromptExample)],
+        [each for each in examples if isinstance(each, PairExample)],
+        decode,
+        config.ppo.rewards,
+        prompts,
+    )
+    with _quiet():
+        model = None
+        if config.ppo.uses_reward_model:
+            model = _trained_model(config, str(config_path), overrides)
+        return check_sources(
+            config.ppo.rewards,
+            rows,
+            lambda text: [*tokenizer.encode(text, add_special_tokens=False), encoder.eos_id],
+            score_clip=config.ppo.score_clip,
+            model=model,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Discard what the processes of rewards write to stderr: the evidence has the reason of a failure."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
+
+
+def _trained_model(config: PipelineConfig, config_path: str, overrides: Sequence[str]) -> Call | None:
+    """Return what scores with the reward model of the configuration; None if the store has none yet."""
+    ref = reusable(config_path, overrides).get("reward")
+    if ref is None:
+        return None
+    from rlhf_core.engines.distributed import resolve_device
+    from rlhf_core.ops.serve_reward import locate
+    from rlhf_core.rewards.scorer import ItemError, Scorer
+
+    folder, template = locate(ref.uri, Home.of(config.run.home), config.store.endpoint)
+    scorer = Scorer(folder, template=template, device=resolve_device("auto"))
+
+    def score(samples: Sequence[RewardInput]) -> Outcome:
+        values = [math.nan] * len(samples)
+        pairs = {}
+        for index, each in enumerate(samples):
+            # As text: a tokenizer that is trained on the first rows is another one.
+            item = {"prompt": each.prompt, "response": each.response, "finished": each.finished}
+            with suppress(ItemError):  # longer than the model takes, and so than a response of the policy
+                pairs[index] = scorer.encode(item)
+        for index, value in zip(pairs, scorer.scores(list(pairs.values())), strict=True):
+            values[index] = value
+        return Outcome(values)
+
+    return score
+
+
+def as_json(card: Card) -> str:
+    """Return the card as JSON."""
+    return json.dumps({"verdict": card.verdict, **asdict(card)}, indent=2, ensure_ascii=False)
+
+
+def show(card: Card, console: Console) -> None:
+    """Print the verdict, and a table with all checks."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print(card.verdict, markup=False, highlight=False)
+    table = Table("reward", "check", "result")
+    table.add_column("evidence", overflow="fold")
+    for row in sorted(card.rows, key=lambda row: row.result != "finding"):
+        style = "bold red" if row.result == "finding" else ""
+        table.add_row(row.source, row.check, Text(row.result, style), Text(printable(row.evidence)))
+    console.print(table)

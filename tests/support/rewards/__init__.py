@@ -1,0 +1,1 @@
+"""Reward functions of `tests.benchmarks.bad_rewards`: bad ones and sound ones."""
