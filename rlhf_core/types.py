@@ -20,8 +20,6 @@ PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 
 CHECKPOINTS = "checkpoints"
 """Folder of the store with the checkpoints of all stages."""
-PARTS = "parts"
-"""Folder of the store with the encoded parts of data (`rlhf_core.data.parts`)."""
 
 
 def artifact_prefix(stage: str, key: str) -> str:

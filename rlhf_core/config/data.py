@@ -230,12 +230,6 @@ class DataConfig(Section):
     """Drop exact duplicates and count them"""
     max_bad_rows: Fraction = result(0.05)
     """A larger share of malformed rows stops the run; otherwise they are quarantined with line and reason"""
-    processes: PositiveInt | None = execution(
-        None, within=Range(1, 256, "each has its own tokenizer"), later=True
-    )
-    """Processes that encode rows. null: one for each core, but fewer for few rows, because each needs seconds
-    to start
-    """
     min_rows: NonNegativeInt = result(2, within=Range(0, 10**8, "rows are held in memory"))
     """Fewer usable rows in a set stop the run"""
 

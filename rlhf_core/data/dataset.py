@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeVar, overload
 
 from typing_extensions import override
 
-from rlhf_core.config.data import SetName
 from rlhf_core.config.rewards import AnswerReward, AnyReward
 from rlhf_core.data.answers import gold_answers, is_reachable, rewording
 from rlhf_core.data.formats import field_value
@@ -31,7 +30,6 @@ from rlhf_core.types import PairExample, PromptExample, SFTExample
 log = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
-FILE_NAMES: dict[SetName, str] = {"sft": "sft", "preference": "pairs", "prompts": "prompts"}
 _T = TypeVar("_T")
 _TOKENS, _MASK, _TEXT, _NUMBER = "list<int32>", "list<int8>", "string", "double"
 _COLUMNS: dict[str, dict[str, str]] = {
@@ -60,8 +58,6 @@ _ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")
 """Columns that artifacts of earlier versions do not have."""
 _BATCH_ROWS = 2**12
 """Rows that are read at once."""
-_GROUP_ROWS = 2**16
-"""Rows of a row group, which is in memory while it is written."""
 
 
 class Rows(Sequence[_T]):
@@ -265,35 +261,22 @@ def evenly(rows: list[_T], most: int) -> list[_T]:
 def write(
     folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]
 ) -> None:
-    """Write `{name}_{split}.parquet` with the columns of the record. A row group is in memory.
+    """Write `{name}_{split}.parquet` with the columns of the record.
 
     The same examples give the same bytes.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = _schema(name)
-    with pq.ParquetWriter(folder / f"{name}_{split}.parquet", schema, compression="zstd") as writer:
-        for start in range(0, len(examples), _GROUP_ROWS) or (0,):
-            end = min(start + _GROUP_ROWS, len(examples))
-            batches = [
-                _record_batch(schema, examples[first : min(first + _BATCH_ROWS, end)])
-                for first in range(start, end, _BATCH_ROWS)
-            ]
-            # In one piece: the borders of pages follow those of the chunks.
-            writer.write_table(pa.Table.from_batches(batches, schema).combine_chunks(), _GROUP_ROWS)
-
-
-def _record_batch(schema: Any, examples: Sequence[SFTExample | PairExample | PromptExample]) -> Any:
-    import pyarrow as pa
-
-    columns = []
-    for field in schema:
-        values = [getattr(example, field.name) for example in examples]
-        if field.name == "meta":
+    columns: dict[str, list[Any]] = {}
+    for column in _COLUMNS[name]:
+        values = [getattr(example, column) for example in examples]
+        if column == "meta":
             values = [json.dumps(dict(value), sort_keys=True) for value in values]
-        columns.append(pa.array(values, field.type))
-    return pa.record_batch(columns, schema=schema)
+        columns[column] = values
+    pq.write_table(
+        pa.table(columns, schema=_schema(name)), folder / f"{name}_{split}.parquet", compression="zstd"
+    )
 
 
 def _schema(name: str) -> Any:
@@ -306,11 +289,6 @@ def _schema(name: str) -> Any:
         _NUMBER: pa.float64(),
     }
     return pa.schema([(column, types[kind]) for column, kind in _COLUMNS[name].items()])
-
-
-def token_fields(name: str) -> list[Any]:
-    """Return the Arrow fields with tokens or their mask of a table."""
-    return [field for field in _schema(name) if _COLUMNS[name][field.name] in (_TOKENS, _MASK)]
 
 
 def _read(folder: Path, name: str, split: Split, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
@@ -360,8 +338,8 @@ def _open(folder: Path, name: str, split: Split, work: Path, make: Callable[...,
                 _write_columns(folder, name, split, part)
     # Mapped, so that the ranks of a host share the pages of one file and none of them holds the rows.
     file = pa.ipc.open_file(pa.memory_map(str(mapped)))
-    batches = [file.get_batch(number) for number in range(file.num_record_batches)]
-    readers = [[column_reader(column) for column in batch.columns] for batch in batches]
+    batches = list(map(file.get_batch, range(file.num_record_batches)))
+    readers = [list(map(_reader, batch.columns)) for batch in batches]
     ends = list(accumulate(map(len, batches)))
 
     def row(index: int) -> _T:
@@ -385,7 +363,7 @@ def _write_columns(folder: Path, name: str, split: Split, path: Path) -> None:
         raise OSError(error.errno, problem, str(path.parent)) from error
 
 
-def column_reader(column: Any) -> Callable[[int], Any]:
+def _reader(column: Any) -> Callable[[int], Any]:
     """Return a function that returns the value of a row."""
     import pyarrow as pa
 

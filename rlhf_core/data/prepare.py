@@ -10,19 +10,15 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-import numpy as np
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import LEAST_PROMPTS
-from rlhf_core.config.data import PROMPT, RESPONSE, SETS, TEXT, Limits, SetName, Source, fitted_limits
+from rlhf_core.config.data import SETS, Limits, SetName, Source, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import Splits, build_card, card_markdown, card_warnings
-from rlhf_core.data.dataset import FILE_NAMES, Rows, Split, require_answers, require_margins, write
+from rlhf_core.data.dataset import Split, require_answers, require_margins, write
 from rlhf_core.data.examples import (
     EncodedRecord,
     Quarantine,
@@ -33,16 +29,15 @@ from rlhf_core.data.examples import (
     check_rendered,
     distinct_names,
     drop_repeats,
+    encode_record,
     held_out,
     join_groups,
     read_records,
-    split_key,
     split_position,
     training_texts,
     within,
 )
 from rlhf_core.data.lengths import Lengths, measured
-from rlhf_core.data.parts import KNOWN_PROMPTS, EncodedSet, OpenStore, Parts, opened
 from rlhf_core.data.sources import (
     Contents,
     model_digests,
@@ -50,7 +45,7 @@ from rlhf_core.data.sources import (
     source_contents,
     template_digests,
 )
-from rlhf_core.data.templates import Encoder, read_chat_template
+from rlhf_core.data.templates import EncodeError, Encoder, read_chat_template
 from rlhf_core.data.tokenizer import (
     load_tokenizer,
     save_tokenizer,
@@ -63,14 +58,14 @@ from rlhf_core.models.folder import base_model_config
 from rlhf_core.models.shape import text_settings, with_defaults
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import write_json
+from rlhf_core.types import PairExample, PromptExample
 
 log = logging.getLogger(__name__)
 
-Indices = Sequence[int] | np.ndarray
 QUARANTINE = "quarantine.jsonl"
+FILE_NAMES: dict[SetName, str] = {"sft": "sft", "preference": "pairs", "prompts": "prompts"}
 _EMBEDDING_MULTIPLE = 8
-_FEW_ROWS = 2**14
-"""Rows that are made once and kept. More of them are made whenever they are read."""
+_REPORT_EVERY = 200
 _FEW_STEPS = 20
 """A model from scratch or with a new template has not learned by then to end its responses."""
 _FEW_PAIRS = 20
@@ -82,7 +77,6 @@ def prepare(
     out: Path,
     progress: Callable[[int, int], None],
     key_digests: Mapping[str, str] | None = None,
-    store: OpenStore | None = None,
 ) -> dict[str, Any]:
     """Read, check, encode, split and write all data into `out`, and return the data card.
 
@@ -91,7 +85,6 @@ def prepare(
         out: An empty folder.
         progress: Called with the numbers of encoded rows and of all rows.
         key_digests: Digests of the sources in the stage's key, or None outside of a pipeline.
-        store: Returns the store that keeps encoded parts, or None.
 
     Raises DataError or ModelError with the source, the rule and a fix, also if a source does not match its
     digest.
@@ -99,11 +92,11 @@ def prepare(
     contents = source_contents(config)
     digests = {name: source.digest for name, source in contents.items()} | model_digests(config)
     require_unchanged(digests, key_digests or {}, config)
-    prepared = read_and_encode(config, out, progress, contents, store)
+    prepared = read_and_encode(config, out, progress, contents)
     failpoint("data.encoded")
     for name in SETS:
         for split, items in prepared.splits[name].items():
-            write(out, FILE_NAMES[name], split, _examples(items))
+            write(out, FILE_NAMES[name], split, [item.example for item in items])
     tokenizer = prepared.encoder.tokenizer
     save_tokenizer(tokenizer, out / "tokenizer")
     encoder = prepared.encoder
@@ -151,12 +144,10 @@ def read_and_encode(
     out: Path,
     progress: Callable[[int, int], None],
     contents: Mapping[str, Contents | None],
-    store: OpenStore | None = None,
 ) -> Prepared:
     """Read, check, encode and split the rows. The bad ones are written to `out/quarantine.jsonl`.
 
-    `contents` are the expected contents of the sources by name; None: not checked. `store` returns the store
-    that keeps encoded parts.
+    `contents` are the expected contents of the sources by name; None: not checked.
     """
     counts = {name: SetCounts() for name in SETS}
     quarantine = Quarantine(out / QUARANTINE)
@@ -169,50 +160,27 @@ def read_and_encode(
             records[name] = drop_repeats(all_records, name, config, counts[name].dropped)
         failpoint("data.read")
         tokenizer, context = _tokenizer(config, records)
+        # The tokens of a prompt are then the same object in the rows of all sets.
         model = config.model.path or "the trained tokenizer"
-        encoder = Encoder(tokenizer, config.data.template, model, known_prompts=KNOWN_PROMPTS)
+        encoder = Encoder(tokenizer, config.data.template, model, known_prompts=None)
         if config.data.thoughts == "drop":
             encoder.require_droppable_thoughts()
         for name in SETS:
             check_rendered(f"data.{name}", records[name], encoder, config.data.max_bad_rows)
         lengths = Lengths(context)
-        bounds = measured(config.given_limits, lengths.context)
-        total = sum(map(len, records.values()))
-        # A file that is mapped can be deleted.
-        with (
-            TemporaryDirectory(dir=out) as folder,
-            opened(encoder, bounds, Path(folder), store, total, config.data.processes) as parts,
-        ):
-            encoded = _encode(config, records, parts, lengths, quarantine, counts, progress)
+        encoded = _encode(config, records, encoder, lengths, quarantine, counts, progress)
         limits = _limits(config, lengths)
-        kept = _within(config, encoded, limits, lengths, counts)
+        encoded = _within(config, encoded, limits, lengths, counts)
     finally:
         quarantine.close()
-
-    def row(name: SetName, index: int) -> EncodedRecord:
-        return within(encoded[name].rows[index], limits)
-
     if config.reward.enabled and config.reward.margin == "field":
-        require_margins(_examples(_rows_at(kept["preference"], partial(row, "preference"))))
-    prompts = _examples(_rows_at(kept["prompts"], partial(row, "prompts")))
+        require_margins(
+            [item.example for item in encoded["preference"] if isinstance(item.example, PairExample)]
+        )
+    prompts = [item.example for item in encoded["prompts"] if isinstance(item.example, PromptExample)]
     for warning in require_answers(prompts, config.ppo.rewards, most=config.data.max_bad_rows):
         log.warning("%s", warning)
-    splits = {
-        name: {split: _rows_at(rows, partial(row, name)) for split, rows in by_split.items()}
-        for name, by_split in _split(config, encoded, kept, counts).items()
-    }
-    return Prepared(encoder, lengths, limits, counts, splits)
-
-
-def _rows_at(indices: Indices, make: Callable[[int], EncodedRecord]) -> Sequence[EncodedRecord]:
-    """Return the rows with these indices."""
-    rows = Rows(len(indices), lambda at: make(int(indices[at])))
-    return list(rows) if len(rows) <= _FEW_ROWS else rows
-
-
-def _examples(items: Sequence[EncodedRecord]) -> Rows[Any]:
-    """Return the token examples of rows."""
-    return Rows(len(items), lambda at: items[at].example)
+    return Prepared(encoder, lengths, limits, counts, _split(config, encoded, counts))
 
 
 def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]]) -> tuple[Any, int]:
@@ -314,35 +282,36 @@ def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> N
 def _encode(
     config: PipelineConfig,
     records: dict[SetName, list[SourceRecord]],
-    parts: Parts,
+    encoder: Encoder,
     lengths: Lengths,
     quarantine: Quarantine,
     counts: dict[SetName, SetCounts],
     progress: Callable[[int, int], None],
-) -> dict[SetName, EncodedSet]:
+) -> dict[SetName, list[EncodedRecord]]:
     """Encode all records, and add their lengths to `lengths`. No limit is applied."""
-    encoded: dict[SetName, EncodedSet] = {}
+    encoded: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
+    bounds = measured(config.given_limits, lengths.context)
     total = sum(map(len, records.values()))
     done = 0
-
-    def report(further: int) -> None:
-        nonlocal done
-        done += further
-        progress(done, total)
-
     for name in SETS:
-        found = encoded[name] = parts.encode(name, records[name], report)
-        for failure in found.failures:
-            item = records[name][failure.record]
-            if failure.bad is not None:
+        for item in records[name]:
+            try:
+                sequences = encode_record(item, name, encoder, bounds)
+                encoded[name] += sequences
+                counts[name].further += len(sequences) - 1
+                for record in sequences:
+                    lengths.add(name, record.lengths)
+                    if record.longest_turn is not None:
+                        lengths.turns.append(record.longest_turn)
+            except RecordDropped as dropped:
+                counts[name].dropped[str(dropped)] += 1
+                lengths.add(name, dropped.lengths)
+            except EncodeError as error:
                 counts[name].bad += 1
-                quarantine.add(f"data.{name}", item.file, item.line, failure.bad, item.record.prompt_text)
-            else:
-                counts[name].dropped[str(failure.dropped)] += 1
-        counts[name].further += len(found.owners) - len(np.unique(found.owners))
-        for field, tokens in found.lengths.items():
-            lengths.of[field][name].extend([*tokens[tokens >= 0].tolist(), *found.failed_lengths[field]])
-        lengths.turns.extend(found.turns[found.turns >= 0].tolist())
+                quarantine.add(f"data.{name}", item.file, item.line, str(error), item.record.prompt_text)
+            done += 1
+            if done % _REPORT_EVERY == 0 or done == total:
+                progress(done, total)
         # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
         if quarantine.first.get(f"data.{name}"):
             check_bad_share(
@@ -353,28 +322,19 @@ def _encode(
 
 def _within(
     config: PipelineConfig,
-    encoded: Mapping[SetName, EncodedSet],
+    encoded: Mapping[SetName, Sequence[EncodedRecord]],
     limits: Limits,
     lengths: Lengths,
     counts: Mapping[SetName, SetCounts],
-) -> dict[SetName, np.ndarray]:
-    """Return the indices of the sequences within the limits, and log what is left out. Raises DataError if
-    too few remain.
-    """
-    kept: dict[SetName, np.ndarray] = {}
-    for name, found in encoded.items():
-        # Without an answer, a conversation has nothing to learn.
-        checked = found.turns == 0
-        for field, limit in zip((PROMPT, RESPONSE, TEXT), limits, strict=False):
-            checked |= found.lengths[field] > limit
-        is_kept = np.ones(len(checked), bool)
-        for index in np.flatnonzero(checked).tolist():
+) -> dict[SetName, list[EncodedRecord]]:
+    """Return the records within the limits, and log what is left out. Raises DataError if too few remain."""
+    kept: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
+    for name, items in encoded.items():
+        for item in items:
             try:
-                within(found.rows[index], limits)
+                kept[name].append(within(item, limits))
             except RecordDropped as dropped:
                 counts[name].dropped[str(dropped)] += 1
-                is_kept[index] = False
-        kept[name] = np.flatnonzero(is_kept)
         _check_enough(config, name, len(kept[name]), counts[name], lengths, limits)
     lengths.say(config.given_limits, limits)
     return kept
@@ -484,67 +444,53 @@ def _too_few_held_out(config: PipelineConfig, count: int, total: int) -> Iterato
 
 
 def _split(
-    config: PipelineConfig,
-    encoded: Mapping[SetName, EncodedSet],
-    kept: Mapping[SetName, np.ndarray],
-    counts: dict[SetName, SetCounts],
-) -> dict[SetName, dict[Split, Indices]]:
+    config: PipelineConfig, encoded: dict[SetName, list[EncodedRecord]], counts: dict[SetName, SetCounts]
+) -> dict[SetName, dict[Split, list[EncodedRecord]]]:
     """Move held-out groups to `eval` in every set: at most `max_eval` rows with the lowest split positions.
-    Return the indices of the sequences.
 
     They are written in the order of the positions of their groups and, within a group, of their prompts, so
     that the first n rows are a sample of all sources.
     """
     seed = config.data.split_seed
-
-    def record(name: SetName, index: int) -> SourceRecord:
-        return encoded[name].records[int(encoded[name].owners[index])]
-
     keys: dict[str, list[str]] = {
-        name: [record(name, index).group for index in found] for name, found in kept.items() if len(found)
+        name: [item.group for item in items] for name, items in encoded.items() if items
     }
     held = held_out(seed, keys, config.data.eval_fraction)
-    splits: dict[SetName, dict[Split, Indices]] = {}
-    for name, indices in kept.items():
-        is_held = np.array([key in held for key in keys.get(name, ())], bool)
-
-        def order(index: int, name: SetName = name) -> tuple[float, float]:
-            item = record(name, index)
-            return split_position(seed, item.group), split_position(seed, split_key(item.record.prompt_text))
-
-        evaluation = sorted(indices[is_held].tolist(), key=order)
+    splits: dict[SetName, dict[Split, list[EncodedRecord]]] = {}
+    for name, items in encoded.items():
+        train = [item for item in items if item.group not in held]
+        evaluation = [item for item in items if item.group in held]
+        evaluation.sort(key=lambda item: (split_position(seed, item.group), split_position(seed, item.key)))
         excess = len(evaluation) - config.data.max_eval
         if excess > 0:
             del evaluation[config.data.max_eval :]
             counts[name].dropped["held out beyond data.max_eval"] += excess
-        train = _weighted(config, name, indices[~is_held], encoded[name].rows, counts[name])
+        train = _weighted(config, name, train, counts[name])
         counts[name].train, counts[name].eval = len(train), len(evaluation)
         splits[name] = {"train": train, "eval": evaluation}
     return splits
 
 
 def _weighted(
-    config: PipelineConfig, name: SetName, train: np.ndarray, rows: Rows[EncodedRecord], counts: SetCounts
-) -> np.ndarray:
+    config: PipelineConfig, name: SetName, train: list[EncodedRecord], counts: SetCounts
+) -> list[EncodedRecord]:
     """Return the training rows as often as the weights of their sources say: all rows of a source a whole
     number of times, and for the rest a sample by the hashes of their texts. The copies follow all rows.
     """
     sources: tuple[Source, ...] = getattr(config.data, name)
     if all(source.weight == 1.0 for source in sources):
         return train
-    of_source: dict[str, list[tuple[float, int]]] = {}
-    for at, index in enumerate(train.tolist()):
-        item = rows[index]
-        position = split_position(config.data.split_seed, f"weight\x1f{item.text}")
-        of_source.setdefault(item.example.source, []).append((position, at))
-    turns = np.zeros(len(train), int)
+    turns = [0] * len(train)
     for source, shown_name in zip(sources, distinct_names(sources), strict=True):
-        places = sorted(of_source.get(shown_name, ()))
-        if not places:
+        rows = [at for at, item in enumerate(train) if item.example.source == shown_name]
+        if not rows:
             continue
-        used = max(1, round(source.weight * len(places)))
-        whole, rest = divmod(used, len(places))
-        for rank, (_, at) in enumerate(places):
+        used = max(1, round(source.weight * len(rows)))
+        whole, rest = divmod(used, len(rows))
+        rows.sort(key=lambda at: split_position(config.data.split_seed, f"weight\x1f{train[at].text}"))
+        for rank, at in enumerate(rows):
             turns[at] = whole + (rank < rest)
-        counts.weighted[shown_name] = (len(places), used)
-    return np.concatenate([train[turns > turn] for turn in range(max(turns))])
+        counts.weighted[shown_name] = (len(rows), used)
+    return [
+        item for turn in range(max(turns)) for item, most in zip(train, turns, strict=True) if turn < most
+    ]

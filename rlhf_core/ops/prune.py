@@ -42,7 +42,6 @@ from rlhf_core.ops.retention import (
     CachedCopy,
     Item,
     Known,
-    OldParts,
     Pending,
     Reason,
     decide,
@@ -55,7 +54,7 @@ from rlhf_core.storage.artifacts import (
     parse_artifact_copy,
     store_file,
 )
-from rlhf_core.storage.bundles import MANIFEST, in_parallel, readable_size
+from rlhf_core.storage.bundles import MANIFEST, readable_size
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Claim, Fence, claim_next, observe, renewed
 from rlhf_core.storage.inventory import (
@@ -76,7 +75,7 @@ from rlhf_core.system.waiting import SYSTEM_CLOCK, Clock, seconds_since_boot
 from rlhf_core.tracking.champion_log import Move, read_log, without_logs
 from rlhf_core.tracking.champions import WEIGHTS, registry_errors, revocation
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, UnusableAnswer
-from rlhf_core.types import CHECKPOINTS, PARTS, artifact_prefix
+from rlhf_core.types import CHECKPOINTS, artifact_prefix
 
 DAY = 86_400.0
 _CLOCK_SECONDS = 3600.0
@@ -191,7 +190,6 @@ class Pruning:
             present = [item.subject for item in kept if isinstance(item.subject, StoredArtifact)]
             for copy in stale_copies(self._store, self.home.cache, present):
                 deleted.append(Item(copy, f"copy of {copy.name}", "the store does not have it"))
-        deleted += self._old_parts()
         return Plan(known, tuple(deleted), tuple(kept))
 
     def check_clock(self) -> None:
@@ -218,10 +216,7 @@ class Pruning:
             if self._clock.monotonic() - self._refreshed_at > _FRESH_SECONDS:
                 known = self._refreshed(known)
                 allowed = {each.subject for each in decide(known) if each.reason is None}
-            if isinstance(subject, OldParts):
-                self._store.delete(subject.addresses)
-                deleted = True
-            elif isinstance(subject, CachedCopy):
+            if isinstance(subject, CachedCopy):
                 deleted = remove_copy(self._store, subject)
             else:
                 is_allowed = subject in allowed or isinstance(subject, Pending)
@@ -319,16 +314,6 @@ class Pruning:
             if manifest is not None and is_free and age > known.unfinished_age:
                 pending = Pending(prefix, key, sum(entry.size for entry in manifest.files))
                 yield Item(pending, f"outbox: {prefix}", "it was not uploaded", known.now - age)
-
-    def _old_parts(self) -> Iterator[Item]:
-        """Yield the encoded parts that were written longer ago than the age."""
-        sizes = self._store.sizes(PARTS)
-        written = dict(zip(sizes, in_parallel(self._store.modified, sizes), strict=True))
-        old = tuple(key for key, since in written.items() if since < self._now() - self._age)
-        if old:
-            subject = OldParts(old, sum(sizes[key] for key in old))
-            since = max(written[key] for key in old)
-            yield Item(subject, f"{len(old)} encoded parts of data", "they can be made again", since)
 
 
 # -- what registered versions need --

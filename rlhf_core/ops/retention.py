@@ -68,19 +68,10 @@ class CachedCopy:
 
 
 @dataclass(frozen=True)
-class OldParts:
-    """Encoded parts of data (`rlhf_core.data.parts`). A stage that misses one encodes it again."""
-
-    addresses: tuple[str, ...]
-    size: int
-    """Bytes."""
-
-
-@dataclass(frozen=True)
 class Item:
     """Something that `rlhf prune` deletes or keeps."""
 
-    subject: StoredArtifact | Leftover | Unfinished | Pending | CachedCopy | OldParts
+    subject: StoredArtifact | Leftover | Unfinished | Pending | CachedCopy
     label: str
     """What it is, for the user."""
     unused: str

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import limits_of, sample_rows
-from rlhf_core.data.dataset import FILE_NAMES
-from rlhf_core.data.prepare import prepare
+from rlhf_core.data.prepare import FILE_NAMES, prepare
 from rlhf_core.data.prompt_sets import read_sets
 from rlhf_core.errors import InputError, RewardError
 from rlhf_core.models.architectures import architecture_problems, package_problems
 from rlhf_core.models.folder import base_model_config
 from rlhf_core.planning.check import check_memory
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.storage.store import open_store
 from rlhf_core.types import StageContext, StageResult
 
 log = logging.getLogger(__name__)
@@ -37,9 +34,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     def report(done: int, total: int) -> None:
         context.progress("data", done, total, "rows")
 
-    # Outside a pipeline there is no store.
-    store = None if context.lineage is None else partial(open_store, config)
-    card = prepare(config, context.output, report, context.sources, store)
+    card = prepare(config, context.output, report, context.sources)
     limited = config.with_limits(limits_of(context.output))
     check_evaluation(limited, context)
     # Limits that are given were known to the preflight.

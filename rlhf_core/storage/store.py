@@ -9,7 +9,6 @@ list late. An object is missing if `size` says so, which asks for it by its key.
 
 from __future__ import annotations
 
-import math
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,11 +122,6 @@ class Store:
     def exists(self, key: str) -> bool:
         """Return whether there is an object at `key`."""
         return self.size(key) is not None
-
-    def modified(self, key: str) -> float:
-        """Return when the object at `key` was written, by the storage's clock; infinite if there is none."""
-        status = self._backend.status(check_key(key))
-        return math.inf if status is None else status.modified
 
     def time(self) -> float:
         """Return the time of the storage's clock, in seconds since 1970: that of an object written now."""

@@ -174,7 +174,7 @@ DEEPSPEEDS = (
     "ppo.critic_deepspeed",
 )
 IN_NO_KEY = {
-    "model.path", "model.revision", "data.chat_template", "data.processes", "register.votes",
+    "model.path", "model.revision", "data.chat_template", "register.votes",
     "data.sft.path", "data.sft.revision", "data.preference.path", "data.preference.revision",
     "data.prompts.path", "data.prompts.revision",
     *(f"{section}.{name}" for section in DEEPSPEEDS for name in ("gradient_checkpointing", "hpz",

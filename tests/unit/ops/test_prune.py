@@ -417,20 +417,6 @@ def test_two_commands_at_the_same_time_delete_once(
     assert names(champion) <= runs.present()
 
 
-def test_encoded_parts_that_are_old(runs: OldRuns, store: ScriptedStore, mlflow: Mlflow, home: Path) -> None:
-    runs.publish("kept", "data")
-    for name, days in (("old", 0), ("older", -5), ("new", 50)):
-        store.put_bytes(f"parts/00/{name}", b"tokens")
-        written = time.time() + days * DAY
-        os.utime(home / "store" / "parts" / "00" / name, (written, written))
-    command = pruning(store, mlflow, home, later=100)
-    [item] = command.plan().deleted
-    assert (item.label, item.size) == ("2 encoded parts of data", 12)
-    assert delete(command) == [item.label]
-    assert store.list("parts") == ["parts/00/new"]
-    assert delete(command) == []
-
-
 def test_outbox_and_copies_of_a_bucket(
     mlflow: Mlflow, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
