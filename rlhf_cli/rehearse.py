@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,7 +64,7 @@ def _rehearse(
         seconds=seconds,
         say=lambda text: console.print(f"rehearsing: {text}", markup=False),
     )
-    _show(found, console)
+    _show(found, config, "the checks pass" if checks else "would run", console)
     if found.problems:
         console.print(f"files of the rehearsal: {place}", markup=False)
         return InputError.exit_code
@@ -72,44 +73,35 @@ def _rehearse(
     return 0
 
 
-def _show(found: Rehearsal, console: Console) -> None:
-    """Print what was exercised, what was not, what would fail, the first step, and the plan."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    exercised = Table("exercised", "how", title_justify="left")
-    for what, how in {**found.rows, **found.exercised}.items():
-        exercised.add_row(escape(what), escape(how))
-    console.print(exercised)
-    missed = Table("not exercised", "because of")
+def _show(found: Rehearsal, config: str, passed: str, console: Console) -> None:
+    """Print whether it would run, what would fail, what was not exercised, and what was."""
+    count = len(found.problems)
+    verdict = f"{count} problem{'s' if count > 1 else ''}" if count else passed
+    used = f"{found.seconds:.0f} s, {found.cpu_seconds:.0f} s of CPU time"
+    console.print(f"{verdict}: {config}; {used}", markup=False)
+    _table(console, ("would fail",), [(problem,) for problem in found.problems])
+    _table(console, ("warnings of rlhf plan",), [(warning,) for warning in found.warnings])
+    missed: dict[str, list[str]] = {}
     for change in found.changes:
-        if change.missed is not None:
-            missed.add_row(escape(change.missed), escape(_setting(change.field, change.used)))
-    console.print(missed)
-    smaller = [
-        f"{change.field} {_short(change.given)} → {_short(change.used)}"
-        for change in found.changes
-        if change.missed is None
-    ]
-    console.print(f"smaller: {', '.join(smaller)}", markup=False)
-    if found.first_step:
-        first = Table("first step of PPO", "value")
-        for name, value in found.first_step.items():
-            first.add_row(name, f"{value:.4g}")
-        console.print(first)
-    plan = Table("compared", "rlhf plan", "seen")
-    for row in found.plan:
-        plan.add_row(*map(escape, row))
-    console.print(plan)
-    problems = Table("would fail")
-    for problem in found.problems or ["nothing was found"]:
-        problems.add_row(escape(problem))
-    console.print(problems)
-    console.print(f"{found.seconds:.0f} s, {found.cpu_seconds:.0f} s of CPU time")
+        missed.setdefault(change.missed or "", []).append(f"{change.field}={_short(change.used)}")
+    smaller = missed.pop("", [])
+    _table(console, ("not exercised", "because of"), [(what, ", ".join(why)) for what, why in missed.items()])
+    _table(console, ("exercised", "how"), list(found.exercised.items()))
+    _table(console, ("", "rlhf plan", "seen"), [(what, *both) for what, both in found.plan.items()])
+    step = [(name, f"{value:.4g}") for name, value in found.first_step.items()]
+    _table(console, ("first step of PPO", "value"), step)
+    console.print(f"the same with smaller numbers: {', '.join(smaller)}", markup=False)
 
 
-def _setting(field: str, value: object) -> str:
-    return f"{field}={_short(value)}"
+def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if rows:
+        console.print(table)
 
 
 def _short(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.config.redact import printable
-from rlhf_core.data.prepare import read_and_encode
+from rlhf_core.data.prepare import Prepared, read_and_encode
 from rlhf_core.errors import InputError, checking
 from rlhf_core.evaluation.reward_checks.bench import PROMPTS, Card
 from rlhf_core.evaluation.reward_checks.material import rows_of
@@ -52,6 +52,33 @@ def check_reward(config_path: str | Path, overrides: Sequence[str] = (), prompts
     with TemporaryDirectory() as folder:
         contents = {f"data.{name}[{index}]": None for name, index, _ in config.data.sources()}
         prepared = read_and_encode(config, Path(folder), lambda done, total: None, contents)
+    model = None
+    if config.ppo.uses_reward_model:
+        with _quiet():
+            model = _trained_model(config, str(config_path), overrides)
+    return score_card(config, prepared, prompts, model=model)
+
+
+def score_card(
+    config: PipelineConfig,
+    prepared: Prepared,
+    prompts: int,
+    *,
+    model: Call | None = None,
+    checks: Container[str] | None = None,
+) -> Card:
+    """Check the rewards of a configuration with its encoded rows.
+
+    Args:
+        config: The configuration.
+        prepared: Its encoded rows.
+        prompts: Number of prompts.
+        model: Scores with the reward model; None: it is skipped.
+        checks: Names of the checks besides those of failures; None for all.
+
+    Raises:
+        ConfigError: A function cannot be loaded, or a response of its `smoke` has a wrong value.
+    """
     examples = [
         item.example
         for name in ("prompts", "preference")
@@ -72,15 +99,13 @@ def check_reward(config_path: str | Path, overrides: Sequence[str] = (), prompts
         prompts,
     )
     with _quiet():
-        model = None
-        if config.ppo.uses_reward_model:
-            model = _trained_model(config, str(config_path), overrides)
         return check_sources(
             config.ppo.rewards,
             rows,
             lambda text: [*tokenizer.encode(text, add_special_tokens=False), encoder.eos_id],
             score_clip=config.ppo.score_clip,
             model=model,
+            checks=checks,
         )
 
 

@@ -595,7 +595,7 @@ def try_case(case: Case, place_of_all: str, *, whole: bool) -> tuple[str | None,
         try:
             found = rehearse(str(file), (), place, RUN if whole else (), model=model, gpus=gpus)
         except RLHFError as error:
-            found = Rehearsal([], {}, problems=error.message.splitlines())
+            found = Rehearsal([], problems=error.message.splitlines())
         return None, found
 
 

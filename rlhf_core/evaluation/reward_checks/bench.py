@@ -54,6 +54,8 @@ class Card:
     prompts: int
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Why a source was not scored, by its name."""
+    unscored: Mapping[str, float] = field(default_factory=dict)
+    """Share of good and wrong responses without a value, by the name of the source."""
 
     @property
     def findings(self) -> list[Finding]:
@@ -239,6 +241,12 @@ class View:
     @cached_property
     def wrong_values(self) -> dict[int, float]:
         return self.texts(self.wrong)
+
+    @property
+    def unscored(self) -> float:
+        """Share of good and wrong responses without a value."""
+        values = [*self.best_values.values(), *self.wrong_values.values()]
+        return sum(map(math.isnan, values)) / max(1, len(values))
 
     @cached_property
     def told_apart(self) -> list[int]:

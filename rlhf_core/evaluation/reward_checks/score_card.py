@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 
 from rlhf_core.config.rewards import AnyReward, LanguageModelReward, ModelReward, PythonReward, RemoteReward
@@ -24,6 +24,7 @@ def check_sources(
     score_clip: float | None = None,
     model: Call | None = None,
     ask: bool = True,
+    checks: Container[str] | None = None,
 ) -> Card:
     """Check the sources one by one, and their weighted sum.
 
@@ -34,6 +35,7 @@ def check_sources(
         score_clip: `ppo.score_clip`.
         model: Scores with the reward model; None: it is skipped.
         ask: Whether services and language models are asked; otherwise they are skipped.
+        checks: Names of the checks besides those of failures; None for all.
 
     Raises:
         ConfigError: A function cannot be loaded, or a response of its `smoke` has a wrong value.
@@ -60,11 +62,12 @@ def check_sources(
         found = []
         for view in views:
             for check in CHECKS:
-                if check.applies(view):
+                if check.applies(view) and (checks is None or check.name in checks):
                     found.append(check.run(view))
         # At the end, because every check may make a source fail.
         failed = [check.run(view) for view in views if view.subject for check in FAILURES]
-    return Card((*failed, *found), len(rows), skipped)
+        unscored = {view.name: view.unscored for view in views}
+    return Card((*failed, *found), len(rows), skipped, unscored)
 
 
 def _call_of(source: AnyReward, model: Call | None, opened: ExitStack) -> Call:

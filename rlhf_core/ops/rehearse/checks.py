@@ -6,42 +6,37 @@ anything is trained.
 
 from __future__ import annotations
 
-import math
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.data import TEXT
+from rlhf_core.config.data import TEXT, SetName
 from rlhf_core.config.evaluate import LanguageModelConfig
-from rlhf_core.config.ppo_sections import PythonLoss
-from rlhf_core.config.rewards import AnswerReward, AnyReward, ExternalReward, LanguageModelReward, ModelReward
+from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.rewards import ExternalReward
 from rlhf_core.data.messages import Message
 from rlhf_core.data.prepare import Prepared, read_and_encode
-from rlhf_core.errors import RewardError, RLHFError
+from rlhf_core.errors import RLHFError
 from rlhf_core.models.folder import ModelFolder
+from rlhf_core.ops.check_reward import score_card
 from rlhf_core.rewards.chat_service import ModelReply, ask_service
-from rlhf_core.rewards.compose import RewardComposer, reward_input
+from rlhf_core.rewards.check import functions_of_ppo
 from rlhf_core.rewards.questions import FIELD, Pair, letter_of, questions_of, rubric_text
 from rlhf_core.storage.store import open_store
 from rlhf_core.tracking.tracker import open_tracking
-from rlhf_core.types import PairExample, PromptExample, RewardInput, SFTExample
 
 _TOO_LONG = 0.2
 """Share of the rows from which a limit takes too much. The longest rows are among them."""
 _UNSCORED = 0.1
-"""Share of responses without a value from which minibatches become too small."""
-_UNUSABLE = 0.5
-"""Share of replies without a grade from which a judge answers nothing."""
-_EOS = 0.5
-"""Share of demonstrations that must end with EOS."""
+"""Share of masked responses from which minibatches become too small."""
 _PROBED = 1500
 """Characters of a long answer."""
 _CONDITIONAL = "use a store with conditional puts (If-None-Match), or a folder"
+_PAIR = Pair("What is 2 + 3?", "2 + 3 is 5.", "I do not know.")
 _SCORED = 64
-"""Responses that each reward scores."""
+"""Prompts whose answers each reward scores."""
 
 
 def check_store(config: PipelineConfig) -> Iterator[str]:
@@ -88,66 +83,36 @@ def read(config: PipelineConfig, place: Path) -> Prepared:
     return read_and_encode(config, place, lambda done, total: None, contents)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The encoded rows of each set, training and held out."""
-
-    sft: list[SFTExample]
-    pairs: list[PairExample]
-    prompts: list[PromptExample]
-
-    @classmethod
-    def of(cls, prepared: Prepared) -> _Rows:
-        def examples(name: Any) -> list[Any]:
-            return [item.example for split in prepared.splits[name].values() for item in split]
-
-        return cls(examples("sft"), examples("preference"), examples("prompts"))
+def _examples(prepared: Prepared, name: SetName) -> list[Any]:
+    """Return the encoded rows of a set, training and held out."""
+    return [item.example for split in prepared.splits[name].values() for item in split]
 
 
 def check_rows(config: PipelineConfig, prepared: Prepared) -> Iterator[str]:
     """Yield what is wrong with the rendered rows."""
-    rows = _Rows.of(prepared)
-    yield from _special_tokens(config, prepared, rows)
+    yield from _special_tokens(config, prepared)
     if config.data.template == "chat":
-        yield from _template(prepared, rows)
+        yield from _template(prepared)
     yield from _lengths(config, prepared)
 
 
-def _template_field(config: PipelineConfig) -> str:
-    return "model.path (its chat template)" if config.data.chat_template is None else "data.chat_template"
-
-
-def _special_tokens(config: PipelineConfig, prepared: Prepared, rows: _Rows) -> Iterator[str]:
-    """Check BOS at the beginning of prompts, and EOS at the end of demonstrations."""
-    tokenizer, field = prepared.encoder.tokenizer, _template_field(config)
+def _special_tokens(config: PipelineConfig, prepared: Prepared) -> Iterator[str]:
+    """Check that sequences have one BOS, and that the model ends with the EOS of its tokenizer."""
+    tokenizer = prepared.encoder.tokenizer
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    begins = [each.input_ids for each in rows.prompts] + [each.input_ids for each in rows.sft]
-    if bos is not None and bos != eos and begins:
-        most = max(ids.count(bos) for ids in begins)
-        if most > 1:
-            share = sum(ids.count(bos) > 1 for ids in begins) / len(begins)
-            yield (
-                f"{field}: a sequence must have {tokenizer.bos_token} once; got it {most} times, in"
-                f" {share:.0%} of the rows; write it once in the template, or remove it from the texts"
-            )
-    learned = [
-        [token for token, mask in zip(each.input_ids, each.loss_mask, strict=True) if mask]
-        for each in rows.sft
-    ]
-    limit = prepared.limits.text
-    ended = [eos in ids for ids, each in zip(learned, rows.sft, strict=True) if len(each.input_ids) < limit]
-    if config.sft.enabled and ended and sum(ended) < _EOS * len(ended):
+    rows = (*_examples(prepared, "prompts"), *_examples(prepared, "sft"))
+    doubled = sum(each.input_ids.count(bos) > 1 for each in rows)
+    if bos not in (None, eos) and doubled:
+        field = "data.chat_template" if config.data.chat_template else "model.path (its chat template)"
         yield (
-            f"{field}: what demonstrations teach must end with {tokenizer.eos_token}; got it in"
-            f" {sum(ended)} of {len(ended)} rows; write eos_token after each answer, inside of the generation"
-            " marks, or the policy will never end a response"
+            f"{field}: a sequence must have {tokenizer.bos_token} once; got it more often in {doubled} of"
+            f" {len(rows)} rows; write it once in the template, or remove it from the texts"
         )
-    if config.model.path is None:
+    if config.model.path is None or config.sft.enabled:
         return
-    settings = ModelFolder(config.model.path).text_config
-    own = settings.get("eos_token_id")
+    own = ModelFolder(config.model.path).text_config.get("eos_token_id")
     ends = own if isinstance(own, list) else [own]
-    if own is not None and eos not in ends and not config.sft.enabled:
+    if own is not None and eos not in ends:
         yield (
             f"model.path: the model ends with {tokenizer.convert_ids_to_tokens(ends)} (eos_token_id of"
             f" config.json), but its tokenizer has {tokenizer.eos_token}, at which the engines stop; name"
@@ -155,36 +120,30 @@ def _special_tokens(config: PipelineConfig, prepared: Prepared, rows: _Rows) -> 
         )
 
 
-def _template(prepared: Prepared, rows: _Rows) -> Iterator[str]:
+def _template(prepared: Prepared) -> Iterator[str]:
     """Check with a long answer that the template loses no text, and that masks begin where prompts end."""
     encoder = prepared.encoder
-    tokenizer = encoder.tokenizer
-    text = " ".join(each.prompt for each in rows.prompts)[:_PROBED] or "It is noon."
+    text = " ".join(each.prompt for each in _examples(prepared, "prompts"))[:_PROBED] or "It is noon."
     # As far as the tokenizer has these characters.
-    text = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
-    ask, answer = Message("user", text.strip()), Message("assistant", text.strip())
-    field = "data.chat_template"
+    ids = encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = encoder.tokenizer.decode(ids, skip_special_tokens=True).strip()
+    ask, answer = Message("user", text), Message("assistant", text)
     try:
         prompt, response = encoder.response([ask], answer)
-        # One whose second question has another beginning than the first.
         whole = encoder.conversations([ask, answer])[0]
     except ValueError as error:
-        yield f"{field}: it must render a long answer; got: {error}; correct it"
+        yield f"data.chat_template: it must render a long answer; got: {error}; correct it"
         return
-    wanted = _letters(text)
-    parts = {"the user's message": prompt, "the assistant's answer": response}
-    for what, ids in parts.items():
-        found = _letters(tokenizer.decode(list(ids)))
-        if wanted not in found:
-            kept = next((end for end in range(len(wanted)) if wanted[: end + 1] not in found), 0)
+    for what, ids in {"the user's message": prompt, "the assistant's answer": response}.items():
+        if _letters(text) not in _letters(encoder.tokenizer.decode(list(ids))):
             yield (
-                f"{field}: it must render the whole text; got {kept} of {len(wanted)} characters of {what};"
-                " remove what cuts or changes it from the template"
+                f"data.chat_template: it must render the whole text; got a part of {what}, which has"
+                f" {len(text)} characters; remove what cuts or changes it from the template"
             )
     start = whole.mask.index(1) if 1 in whole.mask else len(whole.mask)
-    if start != len(prompt) or whole.ids[:start] != prompt:
+    if whole.ids[:start] != prompt:
         yield (
-            f"{field}: the generation prompt must end where what is learned begins; got a prompt of"
+            f"data.chat_template: the prompt must end where what is learned begins; got a prompt of"
             f" {len(prompt)} tokens, and the first learned token at {start}; put {{% generation %}} right"
             " after what add_generation_prompt writes"
         )
@@ -199,7 +158,7 @@ def _lengths(config: PipelineConfig, prepared: Prepared) -> Iterator[str]:
     table = prepared.lengths.table(config.given_limits, prepared.limits)
     for row in table:
         if row["longer"] and row["longer"] >= _TOO_LONG * row["rows"]:
-            fate = "cut, so that their end is not learned" if row["field"] == TEXT else "left out"
+            fate = "cut" if row["field"] == TEXT else "left out"
             why = prepared.lengths.why(row["field"], [row["set"]], config.given_limits, prepared.limits)
             yield (
                 f"{row['field']}: with the template, {row['longer']} of {row['rows']} rows of"
@@ -207,171 +166,90 @@ def _lengths(config: PipelineConfig, prepared: Prepared) -> Iterator[str]:
             )
 
 
-# -- functions of users --
-
-
 def check_functions(config: PipelineConfig) -> Iterator[str]:
     """Yield what is wrong with the user's loss and advantages, which get random numbers."""
+    for field in functions_of_ppo(config):
+        try:
+            _compute_loss(config.ppo) if field == "ppo.loss" else _compute_advantages(config.ppo)
+        except Exception as error:  # code of a user can raise any
+            yield f"{field}: it must compute with random numbers; got {_said(error)}; correct it"
+
+
+def _compute_loss(ppo: PPOConfig) -> None:
+    import torch
+
+    from rlhf_core.algo.losses import LossInputs
+    from rlhf_core.ppo.training.loss_step import loss_of
+
+    torch.manual_seed(0)
+    logprobs_BT = (-torch.rand(4, 8)).requires_grad_()
+    old_BT, ones_BT = logprobs_BT.detach() + 0.01, torch.ones(4, 8)
+    inputs = LossInputs(
+        logprobs_BT, old_BT, old_BT, torch.randn(4, 8), ones_BT, ones_BT.bool(), ppo.loss_sum, 32.0
+    )
+    loss, _ = loss_of(ppo)(inputs)
+    loss.backward()
+    gradient_BT = logprobs_BT.grad
+    if not loss.isfinite() or (gradient_BT is not None and not gradient_BT.isfinite().all()):
+        raise ValueError(f"loss {loss.item():g} and gradient {gradient_BT} must be finite")
+
+
+def _compute_advantages(ppo: PPOConfig) -> None:
     import torch
 
     from rlhf_core.algo.advantages import AdvantageInputs
-    from rlhf_core.algo.losses import LossInputs
     from rlhf_core.ppo.training.experience import own_advantages_of
-    from rlhf_core.ppo.training.loss_step import loss_of
 
-    ppo = config.ppo
-    generator = torch.Generator().manual_seed(config.run.seed)
-
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    if isinstance(ppo.loss, PythonLoss):
-        logprobs_BT = (-numbers(4, 8).abs()).requires_grad_()
-        mask_BT = torch.ones(4, 8, dtype=torch.bool)
-        old_BT, weights_BT = logprobs_BT.detach() + 0.01 * numbers(4, 8), torch.ones(4, 8)
-        inputs = LossInputs(
-            logprobs_BT, old_BT, old_BT, numbers(4, 8), weights_BT, mask_BT, ppo.loss_sum, 32.0
-        )
-        try:
-            loss, _ = loss_of(ppo)(inputs)
-            loss.backward()
-            values = [loss.detach(), *(() if logprobs_BT.grad is None else (logprobs_BT.grad,))]
-            if not all(bool(each.isfinite().all()) for each in values):
-                yield f"ppo.loss: loss and gradient must be finite; got {loss.item():g}; correct it"
-        except Exception as error:  # code of a user can raise any
-            yield f"ppo.loss: it must compute a loss; got {_said(error)}; correct it"
-    if ppo.advantages is not None:
-        scores_B = numbers(2 * ppo.samples_per_prompt)
-        count = len(scores_B)
-        responses = AdvantageInputs(
-            scores_B,
-            torch.arange(count) // ppo.samples_per_prompt,
-            torch.arange(1, count + 1),
-            torch.arange(count) % 2 == 0,
-        )
-        try:
-            compute = own_advantages_of(ppo)
-            assert compute is not None
-            compute(responses)
-        except Exception as error:  # code of a user can raise any
-            yield f"ppo.advantages: it must compute advantages; got {_said(error)}; correct it"
+    compute = own_advantages_of(ppo)
+    assert compute is not None
+    number_B = torch.arange(2 * ppo.samples_per_prompt)
+    group_B = number_B // ppo.samples_per_prompt
+    compute(AdvantageInputs(torch.randn(len(number_B)), group_B, number_B + 1, number_B % 2 == 0))
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-# -- rewards --
-
-
 def check_rewards(config: PipelineConfig, prepared: Prepared) -> Iterator[str]:
-    """Yield the sources of rewards that raise, have no value or always the same, and judges that do not
-    answer. They score answers of the rows.
-    """
-    rows = _Rows.of(prepared)
-    batch = _answers(config, prepared, rows)
-    constant = []
-    for index, source in enumerate(config.ppo.rewards):
-        if isinstance(source, ModelReward) or not config.ppo.enabled:
-            continue
-        field = f"ppo.rewards.{index}"
-        problem, values = _scored(field, source, batch)
-        if problem is not None:
-            yield problem
-        elif len({round(value, 9) for value in values}) == 1:
-            constant.append((field, source, values[0]))
-    varies = len(constant) < len(config.ppo.rewards)
-    for field, source, value in constant:
-        if isinstance(source, ExternalReward) or not varies:
-            yield (
-                f"{field} ({source.used_name}): it must tell answers apart; got {value:g} for all"
-                f" {len(batch)} different answers of the rows; correct it, or leave it out"
-            )
-
-
-def _answers(config: PipelineConfig, prepared: Prepared, rows: _Rows) -> list[RewardInput]:
-    """Return prompts with answers of the rows, their own ones and those of others, an empty and a cut one."""
-    tokenizer, eos = prepared.encoder.tokenizer, prepared.encoder.eos_id
-    own = {pair.prompt_id: [pair.chosen_ids, pair.rejected_ids] for pair in rows.pairs}
-    others = [ids for pair in rows.pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-    for row in rows.sft:
-        learned = tuple(token for token, mask in zip(row.input_ids, row.loss_mask, strict=True) if mask)
-        others.append((*learned[:512], eos))
-
-    def tokens(text: str) -> tuple[int, ...]:
-        return (*tokenizer(text, add_special_tokens=False)["input_ids"], eos)
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
-
-    fields = [source.field for source in config.ppo.rewards if isinstance(source, AnswerReward)]
-    batch = []
-    for number, prompt in enumerate(rows.prompts[:_SCORED]):
-        given = list(own.get(prompt.prompt_id, ()))
-        given += [tokens(f"The answer is {prompt.meta[name]}.") for name in fields if name in prompt.meta]
-        if others:
-            given.append(others[number % len(others)])
-        if not given:
-            given = [tokens(prompt.prompt)]
-        batch += [reward_input(prompt, ids, True, decode) for ids in given]
-        if number == 0:
-            batch.append(reward_input(prompt, (eos,), True, decode))
-            batch.append(reward_input(prompt, given[0][: len(given[0]) // 2] or (eos,), False, decode))
-    return batch
-
-
-def _scored(field: str, source: AnyReward, batch: list[RewardInput]) -> tuple[str | None, list[float]]:
-    """Return what is wrong with a source, or None, and its values."""
-    name = source.used_name
-    try:
-        with RewardComposer((source,)) as composer:
-            scored = composer.score(batch, None)
-    except RLHFError as error:
-        fix = "correct it" if isinstance(error, RewardError) else "correct the source"
-        return f"{field} ({name}): it must score answers of the rows; got: {error.message}; {fix}", []
-    values = scored.by_source[name]
-    present = [value for value in values if not math.isnan(value)]
-    missing = len(values) - len(present)
-    metrics = scored.usage_metrics()
-    if isinstance(source, LanguageModelReward) and metrics.get(f"{name}/unusable", 0.0) >= _UNUSABLE:
-        return (
-            f"{field}.model ({name}): the judge must reply with a grade; got none in"
-            f" {metrics[f'{name}/unusable']:.0%} of {metrics[f'{name}/requests']:.0f} replies; raise"
-            f" {field}.max_tokens, or correct its rubric",
-            [],
-        )
-    if missing > _UNSCORED * len(values):
-        return (
-            f"{field}.on_error ({name}): masked responses must be few, because minibatches lack them; got"
-            f" {missing} of {len(values)} without a value; correct the source",
-            [],
-        )
-    return None, present
-
-
-def check_judge(settings: LanguageModelConfig, prepared: Prepared) -> Iterator[str]:
-    """Ask the language model of the evaluation about one pair, if it is at an address."""
-    pairs = _Rows.of(prepared).pairs
-    if settings.url is None or not pairs:
+    """Yield the sources of rewards that fail on answers of the rows, or give all of them the same value."""
+    if not config.ppo.enabled:
         return
-    pair, decode = pairs[0], prepared.encoder.tokenizer.decode
-    asked = Pair(
-        pair.prompt,
-        decode(list(pair.chosen_ids), skip_special_tokens=True),
-        decode(list(pair.rejected_ids), skip_special_tokens=True),
-    )
-    replies: list[str] = []
-
-    def keep(question: str, reply: ModelReply) -> None:
-        replies.append("" if reply.is_cut else reply.text)
-
+    sources = {each.used_name: (f"ppo.rewards.{n}", each) for n, each in enumerate(config.ppo.rewards)}
     try:
-        ask_service(FIELD, settings, questions_of(rubric_text(settings.rubric), asked), keep)
+        card = score_card(config, prepared, _SCORED, checks=("constant", "cut"))
+    except RLHFError as error:
+        yield f"ppo.rewards: {error.message}"
+        return
+    constant = {found.source for found in card.findings if found.check == "constant"}
+    for found in card.findings:
+        field, source = sources[found.source]
+        is_external, is_constant = isinstance(source, ExternalReward), found.check == "constant"
+        # A format that no answer of the rows has is sound beside another reward.
+        adds_nothing_yet = is_constant and not is_external and len(constant) < len(sources)
+        may_be_masked = not is_constant and getattr(source, "on_error", None) == "mask"
+        few = may_be_masked and card.unscored[found.source] <= _UNSCORED
+        if found.check == "cut" or adds_nothing_yet or few:
+            continue
+        yield (
+            f"{field} ({found.source}): it must score answers of the rows, and tell them apart; got"
+            f" {found.check}: {found.evidence}; correct it, see rlhf check-reward"
+        )
+
+
+def check_judge(settings: LanguageModelConfig) -> Iterator[str]:
+    """Ask the language model of the evaluation about one pair, if it is at an address."""
+    if settings.url is None:
+        return
+    replies: list[ModelReply] = []
+    questions = questions_of(rubric_text(settings.rubric), _PAIR)
+    try:
+        ask_service(FIELD, settings, questions, lambda question, reply: replies.append(reply))
     except RLHFError as error:
         yield f"{FIELD}.url: the judge must answer; got: {error.message}; start it, or correct the address"
         return
-    if not any(letter_of(reply) for reply in replies):
+    if all(reply.is_cut or letter_of(reply.text) is None for reply in replies):
         yield (
-            f"{FIELD}.model: the judge must end its reply with A, B or C; got {replies[0][-60:]!r}; raise"
+            f"{FIELD}.model: it must end its reply with A, B or C; got {replies[0].text[-60:]!r}; raise"
             f" {FIELD}.max_tokens, or correct its rubric"
         )

@@ -18,7 +18,6 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.data import SetName, Source
 from rlhf_core.config.rewards import LanguageModelReward
-from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.data.files import BadRow
 from rlhf_core.data.sources import address_of, read_rows
 from rlhf_core.errors import InputError, RLHFError
@@ -73,8 +72,6 @@ class Derivation:
         self.copies: dict[str, str] = {}
         """The address in the configuration of each file and folder that stands for it here."""
         self._given, self._place, self._model = given, place, model
-        counts = [each.ranks for _, each in _sharded(given)] + [given.ppo.engine.count]
-        self._scale = max(1, math.ceil(max(counts) / max(2, machine().cores())))
         self._of_machine()
         self._of_models()
         self._of_data()
@@ -83,17 +80,21 @@ class Derivation:
         self._of_sampling()
         self._of_evaluation()
 
-    def _set(self, field: str, used: Any, missed: str | None = None) -> None:
-        given: Any = self.config
+    def _value(self, field: str) -> Any:
+        value: Any = self.config
         for name in field.split("."):
-            given = getattr(given, name)
+            value = getattr(value, name)
+        return value
+
+    def _set(self, field: str, used: Any, missed: str | None = None) -> None:
+        given = self._value(field)
         if given != used:
             self.changes.append(Change(field.replace("register_", "register"), given, used, missed))
             self.config = self.config.with_values({field: used})
 
     def _fewer(self, number: int) -> int:
         """Return the number of ranks or engines in place of a larger one: several stay several."""
-        return max(min(number, 2), number // self._scale)
+        return min(number, max(2, machine().cores()))
 
     def _of_machine(self) -> None:
         run, store = self._given.run, self._given.store
@@ -179,10 +180,9 @@ class Derivation:
         given = self._given
         for stage in ("sft", "reward", "dpo"):
             section = getattr(given, stage)
-            self._of_section(stage, section.batch_size)
-            self._set(f"{stage}.threads", None)
-        self._set("sft.eval_every", 2)
-        self._set("sft.samples", 2)
+            if section.enabled:
+                self._of_section(stage, section.batch_size)
+                self._set(f"{stage}.threads", None)
         ensemble = given.reward.ensemble
         if ensemble is not None:
             self._set("reward.ensemble.members", min(ensemble.members, 2))
@@ -190,9 +190,7 @@ class Derivation:
 
     def _of_section(self, field: str, batch: int) -> None:
         """Shorten the training of a section."""
-        section: Any = self.config
-        for name in field.split("."):
-            section = getattr(section, name)
+        section = self._value(field)
         self._set(f"{field}.epochs", section.epochs and 1)
         ranks = 1
         if section.deepspeed is not None:
@@ -207,9 +205,7 @@ class Derivation:
 
     def _sharding(self, field: str) -> int:
         """Reduce the ranks of a model, and return their number."""
-        sharded: Any = self.config
-        for name in field.split("."):
-            sharded = getattr(sharded, name)
+        sharded = self._value(field)
         ranks = self._fewer(sharded.ranks)
         self._set(f"{field}.ranks", ranks)
         self._set(f"{field}.hpz", 1, "the second copy of parameters on each host")
@@ -229,7 +225,9 @@ class Derivation:
         divides = ppo.minibatch_size % ppo.policy_deepspeed.ranks == 0
         self._set("ppo.samples_per_prompt", samples)
         self._set("ppo.minibatches", minibatches)
-        self._set("ppo.prompts_per_step", _prompts(samples, minibatches, ranks, divides=divides))
+        # Whole minibatches of two responses or more for each rank, with a rest if those of the run have one.
+        minibatch = math.lcm(2 * ranks, samples) + (0 if divides else samples)
+        self._set("ppo.prompts_per_step", minibatch * minibatches // samples)
         steps = 2 * ppo.sync_every  # one before the kill, one after it
         self._set("ppo.steps", steps)
         self._set("ppo.checkpoint_every", ppo.sync_every)
@@ -239,8 +237,6 @@ class Derivation:
             self._set("ppo.critic_warmup_max_steps", 1, "a critic's warm-up that waits for its values")
         if ppo.evaluation_interval is not None:
             self._set("ppo.evaluate_every", steps)
-        self._set("ppo.evaluate_prompts", min(ppo.evaluate_prompts, _HELD_OUT))
-        self._set("ppo.stop_patience", None, "an early end")
         self._set("ppo.guards", {}, "guards that stop: a random model has no trend")
         self._set("ppo.max_kl", 1e6, "the limit of the KL")
         self._set("ppo.published_loss_limit", 1.0, "what a merge loses of a trained adapter")
@@ -280,8 +276,6 @@ class Derivation:
     def _of_evaluation(self) -> None:
         evaluate = self._given.evaluate
         self._set("evaluate.prompts", min(evaluate.prompts, _HELD_OUT))
-        self._set("evaluate.bootstrap", min(evaluate.bootstrap, 100))
-        self._set("evaluate.samples", min(evaluate.samples, 2))
         self._set("evaluate.ranks", self._fewer(evaluate.ranks))
         self._set("evaluate.engines", self._fewer(evaluate.engines))
         if evaluate.language_model is not None:
@@ -292,49 +286,18 @@ class Derivation:
         self._set("evaluate.regression", sets)
 
 
-def _sharded(config: PipelineConfig) -> Iterator[tuple[str, DeepSpeedConfig]]:
-    """Yield the ranks of each model with their field."""
-    for stage in ("sft", "reward", "dpo"):
-        yield f"{stage}.deepspeed", getattr(config, stage).deepspeed
-    yield "ppo.policy_deepspeed", config.ppo.policy_deepspeed
-    yield "ppo.critic_deepspeed", config.ppo.critic_deepspeed
-
-
 def _first_and_longest(source: Source, config: PipelineConfig) -> Iterator[str]:
-    """Yield the first rows of a source and its longest ones as JSON, in their order."""
-    first: list[str] = []
-    longest: list[tuple[int, int, str]] = []
-    for number, row in enumerate(islice(read_rows(source, config.store), _SEARCHED)):
-        if isinstance(row, BadRow):
-            if number < ROWS:
-                first.append(" ".join(row.text.split()))  # unusable here as well
-            continue
-        text = json.dumps(row.data, ensure_ascii=False)
-        if number < ROWS:
-            first.append(text)
-        elif len(longest) < LONGEST or len(text) > longest[0][0]:
-            heapq.heappush(longest, (len(text), -number, text))
-            if len(longest) > LONGEST:
-                heapq.heappop(longest)
-    yield from first
-    yield from (text for _, _, text in sorted(longest, key=lambda each: -each[1]))
+    """Yield the first rows of a source and its longest ones, in their order. First ones may be bad."""
+    rows = enumerate(islice(read_rows(source, config.store), _SEARCHED))
+    texts = (
+        (number, " ".join(row.text.split()) if isinstance(row, BadRow) else _json(row.data))
+        for number, row in rows
+        if number < ROWS or not isinstance(row, BadRow)
+    )
+    first = list(islice(texts, ROWS))
+    longest = heapq.nlargest(LONGEST, texts, key=lambda each: len(each[1]))
+    yield from (text for _, text in (*first, *sorted(longest)))
 
 
-def _prompts(samples: int, minibatches: int, ranks: int, *, divides: bool) -> int:
-    """Return the fewest prompts of a step with whole minibatches of two responses or more for each rank.
-
-    Args:
-        samples: Responses to each prompt.
-        minibatches: Optimizer steps.
-        ranks: Ranks of the policy or the critic.
-        divides: Whether the ranks share a minibatch evenly.
-    """
-    prompts = 1
-    while True:
-        minibatch, rest = divmod(prompts * samples, minibatches)
-        if not rest and minibatch >= 2 * ranks and (minibatch % ranks == 0) == (divides or ranks == 1):
-            return prompts
-        prompts += 1
-        if prompts > 10_000:  # no number of prompts has such a rest
-            divides = not divides
-            prompts = 1
+def _json(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False)

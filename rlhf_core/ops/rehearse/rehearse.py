@@ -13,7 +13,7 @@ import os
 import resource
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,12 +24,11 @@ from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError, RLHFError
 from rlhf_core.ops.data_table import ROWS as PLANNED_ROWS
-from rlhf_core.ops.finished_run import FinishedRun, find_run, newest_run
+from rlhf_core.ops.finished_run import find_run, newest_run
 from rlhf_core.ops.plan.plan import Plan, make_plan
 from rlhf_core.ops.rehearse import checks
 from rlhf_core.ops.rehearse.derive import Change, Derivation
 from rlhf_core.preflight import check
-from rlhf_core.record.reader import read_rollouts
 from rlhf_core.rewards.check import functions_of_ppo
 from rlhf_core.run.references import resolve
 from rlhf_core.run.state import read_state
@@ -39,24 +38,17 @@ from rlhf_core.tracking.tracker import public_uri
 
 _KILL = "ppo.after_checkpoint:1:kill"
 """When the run is killed, as `rlhf_core.system.failpoints` reads it."""
-_STARVED = 0.5
-"""Share of a step's responses that may be left out of the update."""
 _FIRST_STEP = (
     "objective/scores",
     "objective/scores_std",
     "objective/kl",
-    "policy/entropy",
     "rollout/length",
     "rollout/eos_rate",
     "rollout/logprob_gap_mean",
     "value/explained_variance",
-    "loss/policy",
-    "loss/value",
     "policy/grad_norm",
 )
 Say = Callable[[str], None]
-ROWS = "rows, template, special tokens"
-"""Name of the check of rows in `Rehearsal.exercised`."""
 
 
 @dataclass
@@ -64,15 +56,16 @@ class Rehearsal:
     """What a rehearsal has found."""
 
     changes: list[Change]
-    rows: Mapping[str, str]
-    """Rows that were read, by the field of their source."""
     problems: list[str] = field(default_factory=list)
     """What would fail: field, rule, value, fix. Empty: nothing was found."""
     exercised: dict[str, str] = field(default_factory=dict)
+    """What was seen working, and how."""
     first_step: dict[str, float] = field(default_factory=dict)
     """Metrics of the first step of PPO."""
-    plan: list[tuple[str, str, str]] = field(default_factory=list)
-    """What is compared, what the plan says, and what was seen."""
+    plan: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """What the plan says of the run, and what was seen here."""
+    warnings: tuple[str, ...] = ()
+    """Those of the plan."""
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     """Of this process and those that it has started."""
@@ -105,14 +98,12 @@ def rehearse(
         InputError: The configuration is wrong, or a model or source is not on this machine.
     """
     started = time.monotonic()
-    given = load_config(path, overrides)
-    if gpus is not None and given.run.device == "auto":
+    if gpus is not None:
         overrides = [*overrides, "run.device=cuda"]
-        given = load_config(path, overrides)
-    given = resolve(given).config
+    given = resolve(load_config(path, overrides)).config
     say("small model and few rows")
     derived = Derivation(given, place, model)
-    found = Rehearsal(derived.changes, derived.rows)
+    found = Rehearsal(derived.changes, exercised=derived.rows)
     file = place / "rehearsal.yaml"
     tree = derived.config.model_dump(mode="json", by_alias=True)
     file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
@@ -122,12 +113,12 @@ def rehearse(
         raise InputError(f"the configuration of the rehearsal is not valid: {error.message}") from error
     plan = _planned(found, path, overrides, gpus, model)
     say("store, registry, rows and rewards")
-    limits = _check(found, config, given, place)
-    if limits is not None and run:
+    if _check(found, config, given, place) and run:
         say(f"rlhf run {file}, killed once; log {place / 'run.log'}")
         _run(found, config, place, [*run, str(file)], seconds)
     if plan is not None:
-        found.plan += _compared(plan, config, limits, found)
+        found.warnings = plan.warnings
+        found.plan = dict(_compared(plan, found))
     if given.store.url is not None:
         Store(given.store.url, given.store.endpoint).delete_prefix("rehearsal")
     found.seconds = time.monotonic() - started
@@ -143,9 +134,8 @@ def _planned(
     found: Rehearsal, path: str, overrides: Sequence[str], gpus: str | None, model: Path | None
 ) -> Plan | None:
     """Return the plan of the run, or None; what it refuses is a problem."""
-    given = load_config(path, overrides)
-    if given.run.device == "cuda" and gpus is None:
-        found.plan.append(("fits", "not planned: give --gpus", ""))
+    if gpus is None and load_config(path, overrides).run.device == "cuda":
+        found.plan["memory"] = "not planned: give --gpus", "not measured"
         return None
     shape = None if model is None else str(model / "config.json")
     try:
@@ -153,14 +143,12 @@ def _planned(
     except RLHFError as error:
         found.problems += error.message.splitlines()
         return None
-    found.problems += [f"{problem.text}" for problem in plan.verdict.problems]
+    found.problems += [problem.text for problem in plan.verdict.problems]
     return plan
 
 
-def _check(
-    found: Rehearsal, config: PipelineConfig, given: PipelineConfig, place: Path
-) -> dict[str, int] | None:
-    """Make the checks before the run, and return the limits of lengths; None if the rows cannot be used."""
+def _check(found: Rehearsal, config: PipelineConfig, given: PipelineConfig, place: Path) -> bool:
+    """Make the checks before the run, and return whether the rows can be used."""
     Home.of(config.run.home).make()
     uri = public_uri(tracking_uri(config))
     _collect(found, "store: objects that are created once", checks.check_store(config), config.store_url)
@@ -170,29 +158,23 @@ def _check(
         prepared = checks.read(config, place / "read")
     except RLHFError as error:
         found.problems += error.message.splitlines()
-        return None
-    counts = ", ".join(
-        f"{name} {count.read} read, {sum(map(len, prepared.splits[name].values()))} used"
-        for name, count in prepared.counts.items()
-        if count.read
-    )
-    _collect(found, ROWS, checks.check_rows(config, prepared), counts)
-    functions = [each.function for each in functions_of_ppo(config).values()]
-    if functions:
-        problems = checks.check_functions(config)
-        _collect(found, "functions of users with random numbers", problems, ", ".join(functions))
-    sources = ", ".join(source.used_name for source in config.ppo.rewards) or "none"
+        return False
+    counts = ", ".join(f"{name} {count.read} read" for name, count in prepared.counts.items() if count.read)
+    _collect(found, "rows, template, special tokens", checks.check_rows(config, prepared), counts)
+    own = ", ".join(each.function for each in functions_of_ppo(config).values())
+    _collect(found, "functions of users with random numbers", checks.check_functions(config), own)
+    sources = ", ".join(source.used_name for source in config.ppo.rewards)
     _collect(found, "rewards on answers of the rows", checks.check_rewards(config, prepared), sources)
     judge = given.evaluate.language_model
     if judge is not None:
-        _collect(found, "judge: a verdict on one pair", checks.check_judge(judge, prepared), judge.name)
-    return dict(prepared.limits._asdict())
+        _collect(found, "judge: a verdict on one pair", checks.check_judge(judge), judge.name)
+    return True
 
 
 def _collect(found: Rehearsal, what: str, problems: Iterator[str], detail: str) -> None:
-    problems_found = list(problems)
-    found.problems += problems_found
-    if not problems_found:
+    before = len(found.problems)
+    found.problems += problems
+    if len(found.problems) == before and detail:
         found.exercised[what] = detail
 
 
@@ -201,9 +183,23 @@ def _run(found: Rehearsal, config: PipelineConfig, place: Path, command: list[st
     trace = place / "trace"
     trace.mkdir()
     killed = {"RLHF_FAIL": _KILL, "RLHF_FAIL_TRACE": str(trace)} if config.ppo.enabled else {}
-    status = _call(command, place / "run.log", killed, seconds)
+    log = place / "run.log"
+    own = {name: value for name, value in os.environ.items() if name not in (HOME_OF_RUNS, "PREFECT_API_URL")}
+    with (
+        log.open("ab") as output,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**own, **killed}
+        ) as process,
+    ):
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            found.problems.append(f"run: it did not end within {seconds:.0f} s; see {log}")
+            return
+        finally:
+            process.terminate()  # a run ends its stages in order
     if status != 0:
-        found.problems.append(_failure(config, place / "run.log", status, seconds))
+        found.problems.append(_failure(config, log, status))
         return
     if (trace / _KILL).exists():
         found.exercised["kill and resume"] = "SIGKILL of PPO after its first checkpoint, and its continuation"
@@ -212,31 +208,8 @@ def _run(found: Rehearsal, config: PipelineConfig, place: Path, command: list[st
     _read(found, config)
 
 
-def _call(command: list[str], log: Path, environment: Mapping[str, str], seconds: float) -> int | None:
-    """Run a command with its output in a log, and return its exit code; None if it did not end in time."""
-    without = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_FAIL",))}
-    without.pop(HOME_OF_RUNS, None)
-    without.pop("PREFECT_API_URL", None)
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**without, **environment}
-        )
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # ends its stages in order
-            process.wait()
-            return None
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-
-
-def _failure(config: PipelineConfig, log: Path, status: int | None, seconds: float) -> str:
+def _failure(config: PipelineConfig, log: Path, status: int) -> str:
     """Return the error of a run that failed."""
-    if status is None:
-        return f"run: it did not end within {seconds:.0f} s; see {log}"
     states = [state for file in Home.of(config.run.home).run_states() if (state := read_state(file))]
     if states and states[0].get("error"):
         stage = (states[0].get("making") or {}).get("stage", "run")
@@ -255,70 +228,34 @@ def _read(found: Rehearsal, config: PipelineConfig) -> None:
     registered = run.summary.get("registration", {})
     if "version" in registered:
         found.exercised["registered"] = f"{registered['model']} version {registered['version']}"
-    if "ppo" in run.stages:
-        found.exercised["placement"] = _placement(config)
-        _read_ppo(found, run, config)
-
-
-def _read_ppo(found: Rehearsal, run: FinishedRun, config: PipelineConfig) -> None:
-    """Read the first step, and check that no step was starved."""
+    if "ppo" not in run.stages:
+        return
+    ppo, policy = config.ppo, config.ppo.policy_deepspeed
+    adapter = "" if ppo.lora is None else f", adapters {'sent alone' if ppo.syncs_adapter else 'merged'}"
+    found.exercised["placement"] = (
+        f"{policy.ranks} ranks with ZeRO-{policy.zero_stage} in {policy.dtype}, {ppo.engine.count} engines,"
+        f" colocate {ppo.colocate}{adapter}, {ppo.rollout_batch_size} responses in {ppo.minibatches}"
+        " minibatches"
+    )
     artifacts, ref = run.artifact("ppo")
-    folder = artifacts.fetch(ref, record=True)
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [json.loads(line) for line in lines]
-    if len(steps) != config.ppo.steps:
-        raise CorruptArtifact(f"{ref.uri} has {len(steps)} steps; {config.ppo.steps} were expected")
-    found.first_step = {name: steps[0][name] for name in _FIRST_STEP if name in steps[0]}
-    found.first_step |= {name: value for name, value in steps[0].items() if name.startswith("rewards/")}
-    for name, value in steps[0].items():
+    lines = (artifacts.fetch(ref) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    if len(lines) != ppo.steps:
+        raise CorruptArtifact(f"{ref.uri} has {len(lines)} steps; {ppo.steps} were expected")
+    first = json.loads(lines[0])
+    shown = [*_FIRST_STEP, *(name for name in first if name.startswith("rewards/"))]
+    found.first_step = {name: first[name] for name in shown if first.get(name) is not None}
+    for name, value in first.items():
         if isinstance(value, float) and not math.isfinite(value):
             found.problems.append(f"ppo: {name} must be finite in the first step; got {value}")
-    record = read_rollouts(folder, ["step", "excluded", "total"])
-    for step in sorted(set(record["step"].to_pylist())):
-        why = [
-            each
-            for each, number in zip(record["excluded"].to_pylist(), record["step"].to_pylist(), strict=True)
-            if number == step
-        ]
-        out = [each for each in why if each is not None]
-        # A random model seldom gets different scores for the samples of a prompt.
-        if "filtered" not in out and len(out) > _STARVED * len(why):
-            found.problems.append(
-                f"ppo.minibatches: a minibatch must keep most of its responses; {len(out)} of {len(why)} of"
-                f" step {step} were left out ({out[0]}); correct the rewards, or raise ppo.prompts_per_step"
-            )
 
 
-def _placement(config: PipelineConfig) -> str:
-    ppo = config.ppo
-    policy = ppo.policy_deepspeed
-    parts = [
-        f"{policy.ranks} ranks with ZeRO-{policy.zero_stage} in {policy.dtype}",
-        f"{ppo.engine.count} engines in {ppo.engine.dtype}",
-        f"colocate {ppo.colocate}",
-    ]
-    if ppo.lora is not None:
-        parts.append(f"adapters of rank {ppo.lora.r}, {'sent alone' if ppo.syncs_adapter else 'merged'}")
-    parts.append(f"{ppo.rollout_batch_size} responses in {ppo.minibatches} minibatches")
-    return ", ".join(parts)
-
-
-def _compared(
-    plan: Plan, config: PipelineConfig, limits: Mapping[str, int] | None, found: Rehearsal
-) -> Iterator[tuple[str, str, str]]:
-    """Yield what the plan says beside what was seen."""
-    planned = ", ".join(f"{name} {value}" for name, value in plan.config.limits._asdict().items())
-    seen = "not reached" if limits is None else ", ".join(f"{name} {value}" for name, value in limits.items())
-    yield "tokens", planned, f"{seen} (with shorter sampled responses)"
-    for work in plan.work:
-        done = found.exercised.get(f"stage {work.stage}", "not reached")
-        yield f"{work.stage}", f"{work.rows:,} {work.what}, {work.steps:,} steps", done
-    if plan.unread is not None:
-        yield "rows", f"not read: {plan.unread}", found.exercised.get(ROWS, "not usable")
+def _compared(plan: Plan, found: Rehearsal) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield what the plan says of the run, and what was seen here."""
     fits = "fits" if plan.verdict.fits else "does not fit"
-    yield "memory", f"{fits} {plan.hardware}", f"not comparable: a small model on {config.run.device}"
-    if plan.time is not None:
-        step = f"{sum(plan.time.phases.values()):.1f} s"
-        yield "a step of PPO", step, "not comparable"
-    for warning in plan.warnings:
-        yield "warning", warning, ""
+    step = "" if plan.time is None else f"; {sum(plan.time.phases.values()):.1f} s for a step of PPO"
+    yield "memory, time", (f"{fits} {plan.hardware}{step}", "not measured")
+    for work in plan.work:
+        seen = found.exercised.pop(f"stage {work.stage}", "not reached")
+        yield work.stage, (f"{work.rows:,} {work.what}, {work.steps:,} steps", seen)
+    if plan.unread is not None:
+        yield "rows", (f"not read: {plan.unread}", "")

@@ -1,5 +1,5 @@
 """The configuration, the model and the checks of `rlhf rehearse`. `tests.benchmarks.rehearsal_faults` has its
-faults, and `tests/integration/test_rehearsal.py` a whole one.
+faults; its `--whole` runs whole ones.
 
 - every shipped configuration gives a valid configuration with the placement of its own: several ranks and
   engines stay several, the ranks divide minibatches as before, groups stay groups
@@ -13,6 +13,7 @@ faults, and `tests/integration/test_rehearsal.py` a whole one.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from contextlib import ExitStack
@@ -20,14 +21,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
+from rlhf_cli.rehearse import _show
 from rlhf_core.config.data import Source
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import InputError
-from rlhf_core.ops.rehearse.derive import LONGEST, ROWS, Derivation
+from rlhf_core.ops.rehearse.derive import LONGEST, ROWS, Change, Derivation
 from rlhf_core.ops.rehearse.model import shrink
-from rlhf_core.ops.rehearse.rehearse import rehearse
+from rlhf_core.ops.rehearse.rehearse import Rehearsal, rehearse
 from rlhf_core.system.files import CONFIGS
 from tests.benchmarks.rehearsal_faults import FAULTS, SOUND, Base, Case, prepare
 
@@ -182,6 +185,26 @@ def test_a_fault_is_named_with_field_and_fix(files: Path, tmp_path: Path, name: 
 
 def test_a_sound_configuration_passes(files: Path, tmp_path: Path) -> None:
     assert found_in(files, tmp_path / "place", SOUND[0], []) == []
+
+
+def test_a_reward_may_mask_a_few_answers(files: Path, tmp_path: Path) -> None:
+    body = "return [len(s.response) if s.response.strip() else float('nan') for s in samples]"
+    case = Case("masked", lambda base: base.python(body, on_error="mask"))
+    assert found_in(files, tmp_path / "place", case, []) == []
+
+
+@pytest.mark.parametrize(
+    ("problems", "line"), [([], "would run: run.yaml"), (["a: b; c"], "1 problem: run.yaml")]
+)
+def test_the_first_line_says_whether_it_would_run(problems: list[str], line: str) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    found = Rehearsal([Change("run.device", "cuda", "cpu", "GPUs")], problems, {"registered": "once"})
+    _show(found, "run.yaml", "would run", console)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0].startswith(line)
+    place = {word: index for index, text in enumerate(lines) for word in text.split()}
+    assert place.get("b;", 0) < place["run.device=cpu"] < place["once"]
 
 
 def test_a_store_that_ignores_conditional_puts_is_named(files: Path, tmp_path: Path) -> None:
