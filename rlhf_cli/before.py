@@ -191,7 +191,7 @@ def _check_reward(
     Example: rlhf check-reward my.yaml --prompts 50
 
     Args:
-        prompts: Number of prompts; at most 8 are used if a service or a model is asked.
+        prompts: Number of prompts; at most 8 are used for a source that is asked over the network.
         json: Print the score card as JSON.
     """
     from rich.console import Console

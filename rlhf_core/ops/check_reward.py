@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,15 +16,12 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.redact import printable
 from rlhf_core.data.prepare import Prepared, read_and_encode
 from rlhf_core.errors import InputError, checking
-from rlhf_core.evaluation.reward_checks.bench import PROMPTS, Card
 from rlhf_core.evaluation.reward_checks.material import rows_of
 from rlhf_core.evaluation.reward_checks.score_card import check_sources
+from rlhf_core.evaluation.reward_checks.views import PROMPTS, Card
 from rlhf_core.ops.data_table import limited
-from rlhf_core.ops.why import reusable
-from rlhf_core.rewards.failures import Call, Outcome
 from rlhf_core.run.references import resolve
-from rlhf_core.system.home import Home
-from rlhf_core.types import PairExample, PromptExample, RewardInput
+from rlhf_core.types import PairExample, PromptExample
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,11 +48,7 @@ def check_reward(config_path: str | Path, overrides: Sequence[str] = (), prompts
     with TemporaryDirectory() as folder:
         contents = {f"data.{name}[{index}]": None for name, index, _ in config.data.sources()}
         prepared = read_and_encode(config, Path(folder), lambda done, total: None, contents)
-    model = None
-    if config.ppo.uses_reward_model:
-        with _quiet():
-            model = _trained_model(config, str(config_path), overrides)
-    return score_card(config, prepared, prompts, model=model)
+    return score_card(config, prepared, prompts)
 
 
 def score_card(
@@ -64,7 +56,6 @@ def score_card(
     prepared: Prepared,
     prompts: int,
     *,
-    model: Call | None = None,
     checks: Container[str] | None = None,
 ) -> Card:
     """Check the rewards of a configuration with its encoded rows.
@@ -73,7 +64,6 @@ def score_card(
         config: The configuration.
         prepared: Its encoded rows.
         prompts: Number of prompts.
-        model: Scores with the reward model; None: it is skipped.
         checks: Names of the checks besides those of failures; None for all.
 
     Raises:
@@ -103,8 +93,6 @@ def score_card(
             config.ppo.rewards,
             rows,
             lambda text: [*tokenizer.encode(text, add_special_tokens=False), encoder.eos_id],
-            score_clip=config.ppo.score_clip,
-            model=model,
             checks=checks,
         )
 
@@ -122,47 +110,27 @@ def _quiet() -> Iterator[None]:
         os.close(null)
 
 
-def _trained_model(config: PipelineConfig, config_path: str, overrides: Sequence[str]) -> Call | None:
-    """Return what scores with the reward model of the configuration; None if the store has none yet."""
-    ref = reusable(config_path, overrides).get("reward")
-    if ref is None:
-        return None
-    from rlhf_core.engines.distributed import resolve_device
-    from rlhf_core.ops.serve_reward import locate
-    from rlhf_core.rewards.scorer import ItemError, Scorer
-
-    folder, template = locate(ref.uri, Home.of(config.run.home), config.store.endpoint)
-    scorer = Scorer(folder, template=template, device=resolve_device("auto"))
-
-    def score(samples: Sequence[RewardInput]) -> Outcome:
-        values = [math.nan] * len(samples)
-        pairs = {}
-        for index, each in enumerate(samples):
-            # As text: a tokenizer that is trained on the first rows is another one.
-            item = {"prompt": each.prompt, "response": each.response, "finished": each.finished}
-            with suppress(ItemError):  # longer than the model takes, and so than a response of the policy
-                pairs[index] = scorer.encode(item)
-        for index, value in zip(pairs, scorer.scores(list(pairs.values())), strict=True):
-            values[index] = value
-        return Outcome(values)
-
-    return score
-
-
 def as_json(card: Card) -> str:
     """Return the card as JSON."""
     return json.dumps({"verdict": card.verdict, **asdict(card)}, indent=2, ensure_ascii=False)
 
 
 def show(card: Card, console: Console) -> None:
-    """Print the verdict, and a table with all checks."""
+    """Print the verdict, and a table: a row for each finding, and the names of the other checks."""
     from rich.table import Table
     from rich.text import Text
 
-    console.print(card.verdict, markup=False, highlight=False)
-    table = Table("reward", "check", "result")
-    table.add_column("evidence", overflow="fold")
-    for row in sorted(card.rows, key=lambda row: row.result != "finding"):
-        style = "bold red" if row.result == "finding" else ""
-        table.add_row(row.source, row.check, Text(row.result, style), Text(printable(row.evidence)))
+    console.print(card.verdict, markup=False, highlight=False, soft_wrap=True)
+    table = Table("reward", "result", show_lines=True)
+    table.add_column("what is wrong, what shows it, and what to do", overflow="fold")
+    for row in card.findings:
+        lines = (f"{row.check}: {row.looks_for}", f"Seen: {row.evidence}", f"To do: {row.advice}.")
+        table.add_row(row.source, Text("finding", "bold red"), Text("\n".join(map(printable, lines))))
+    others: dict[tuple[str, str, str], list[str]] = {}
+    for row in card.rows:
+        if row.result != "finding":
+            others.setdefault((row.source, row.result, row.evidence), []).append(row.check)
+    for (source, result, reason), checks in others.items():
+        names = ", ".join(checks)
+        table.add_row(source, result, Text(f"{names}: {reason}" if reason else names))
     console.print(table)

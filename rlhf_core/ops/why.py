@@ -70,19 +70,10 @@ def forecast(config_path: str, overrides: Sequence[str] = ()) -> list[Outlook]:
         InputError: The configuration is wrong, or an input of it cannot be read.
         StoreError: The store cannot be read.
     """
-    return _searched(config_path, overrides)[0]
-
-
-def reusable(config_path: str, overrides: Sequence[str] = ()) -> Mapping[StageName, ArtifactRef]:
-    """Return the artifacts that `rlhf run` would reuse, by stage. Raises as `forecast`."""
-    return _searched(config_path, overrides)[1].found
-
-
-def _searched(config_path: str, overrides: Sequence[str]) -> tuple[list[Outlook], _Search]:
     with checking(config_path):
         config = pinned(resolve(load_config(config_path, overrides)).config)
         search = _Search(config, external_digests(config))
-    return [search.outlook(stage) for stage in stages_made(config, FIRST_STAGE, LAST_STAGE)], search
+    return [search.outlook(stage) for stage in stages_made(config, FIRST_STAGE, LAST_STAGE)]
 
 
 class _Search:
@@ -93,20 +84,20 @@ class _Search:
         self._sources = sources
         self._store = open_store(config)
         self._artifacts = open_artifacts(config)
-        self.found: dict[StageName, ArtifactRef] = {}
+        self._found: dict[StageName, ArtifactRef] = {}
         """The artifacts that are reused."""
 
     def outlook(self, stage: StageName) -> Outlook:
         """Return what a run would do with `stage`, after the stages that it reads."""
         config, inputs = self._config, stage_inputs(self._config, stage)
-        made = [name for name in inputs if name not in self.found]
-        digests: dict[str, str] = {name: self.found[name].digest for name in inputs if name in self.found}
+        made = [name for name in inputs if name not in self._found]
+        digests: dict[str, str] = {name: self._found[name].digest for name in inputs if name in self._found}
         content = key_content(config, stage, digests, sources_in_key(config, stage, self._sources))
         key = None if made else key_of(content)
         if key is not None:
             ref = self._artifacts.find(stage, key)
             if ref is not None:
-                self.found[stage] = ref
+                self._found[stage] = ref
                 return self._reused(stage, ref)
             if (checkpoint := self._checkpoint(stage, key)) is not None:
                 return checkpoint

@@ -9,9 +9,9 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_pairs, load_prompts
 from rlhf_core.data.tokenizer import Decoder
 from rlhf_core.errors import GateFailed
-from rlhf_core.evaluation.reward_checks.bench import PROMPTS
 from rlhf_core.evaluation.reward_checks.material import rows_of
 from rlhf_core.evaluation.reward_checks.score_card import check_sources
+from rlhf_core.evaluation.reward_checks.views import PROMPTS
 from rlhf_core.types import StageContext
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,6 @@ def check_rewards_of_stage(config: PipelineConfig, context: StageContext, decode
         config.ppo.rewards,
         rows_of(prompts, pairs, decoder.response, config.ppo.rewards, PROMPTS),
         lambda text: [*decoder.tokenizer.encode(text, add_special_tokens=False).ids, decoder.eos],
-        score_clip=config.ppo.score_clip,
         ask=False,
     )
     context.metrics.log_table("reward_checks", [asdict(row) for row in card.rows])

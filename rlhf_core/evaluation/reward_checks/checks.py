@@ -6,19 +6,17 @@ response whose value is that of a right one (`View.accepts`).
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
 
 from rlhf_core.config.redact import shown
-from rlhf_core.config.rewards import LanguageModelReward, ModelReward
 from rlhf_core.data.answers import same_answer
-from rlhf_core.evaluation.reward_checks.bench import TOTAL, Finding, Item, NotMeasured, View
-from rlhf_core.evaluation.reward_checks.material import FILLER, JUNK, SCRIPTS
+from rlhf_core.evaluation.reward_checks.material import FILLER, JUNK, SCRIPTS, Candidates
+from rlhf_core.evaluation.reward_checks.views import Finding, Item, NotMeasured, Result, View
 from rlhf_core.evaluation.statistics import wilson
 
 _CHANGE = 0.25
@@ -26,13 +24,11 @@ _CHANGE = 0.25
 _SAME = 0.05
 _LOOP = 240
 """Characters of a loop."""
-_REPEATED = 64
 _ALONE = 12
 _CLIMBED = 8
 _CANDIDATES = 64
 _ROUNDS = 4
 _KEPT = 4
-_CORRELATION = 0.8
 _PAIRS = 20
 
 
@@ -41,25 +37,33 @@ class Check:
     """A row of the table."""
 
     name: str
-    looks_for: str
-    of: str
-    """`source`, `total` or `both`."""
     evidence: Callable[[View], str | None]
-
-    def applies(self, view: View) -> bool:
-        """Return whether it is made for this view."""
-        return self.of == "both" or (self.of == TOTAL) == (view.subject is None)
+    """Its docstring says what is looked for, on the terminal as well."""
+    advice: str
 
     def run(self, view: View) -> Finding:
         """Return its result."""
-        called = view.bench.subjects if view.subject is None else [view.subject]
-        if any(subject.has_hung for subject in called) and self not in FAILURES:
-            return Finding(self.name, view.name, "not measured", "it gave no answer in time")
         try:
+            if self != FAILS:
+                _require_values(view)
+            if view.is_grouped and self.evidence not in _WITH_GROUP:
+                raise NotMeasured("its values depend on the group")
             evidence = self.evidence(view)
         except NotMeasured as reason:
-            return Finding(self.name, view.name, "not measured", str(reason))
-        return Finding(self.name, view.name, "finding" if evidence else "passes", evidence or "")
+            return self._finding(view, "not measured", str(reason))
+        return self._finding(view, "finding" if evidence else "passes", evidence or "")
+
+    def _finding(self, view: View, result: Result, evidence: str) -> Finding:
+        advice = self.advice if result == "finding" else ""
+        looks_for = inspect.getdoc(self.evidence) or ""
+        return Finding(self.name, looks_for, view.name, result, evidence, advice)
+
+
+def _require_values(view: View) -> None:
+    if any(subject.has_hung for subject in view.subjects):
+        raise NotMeasured("it gave no answer in time")
+    if not view.best:
+        raise NotMeasured("no prompt has a chosen response or a reference answer")
 
 
 def _shown(says: str, prompt: str, response: str) -> str:
@@ -75,7 +79,7 @@ def _first(
 ) -> str | None:
     """Return the evidence of the first bad text, if more than a share `least` of them are bad."""
     values = view.texts(texts)
-    bad = [row for row, value in values.items() if is_bad(row, value)]
+    bad = [row for row, value in values.items() if not math.isnan(value) and is_bad(row, value)]
     if not bad or len(bad) <= least * len(texts):
         return None
     row = bad[0]
@@ -83,127 +87,99 @@ def _first(
     return _case(view, row, texts[row], says)
 
 
-# -- failures --
-
-
-def _failure(pattern: str) -> Callable[[View], str | None]:
-    def evidence(view: View) -> str | None:
-        assert view.subject is not None
-        for sample, reason in view.subject.failures:
-            if _KINDS[next(kind for kind in _KINDS if re.search(kind, reason))] == pattern:
-                return _shown(reason, sample.prompt, sample.response)
-        return None
-
-    return evidence
-
-
-_KINDS = {
-    "no answer within": "hang",
-    "rewards must be finite": "finite",
-    r"values for \d+ responses|scores for \d+ items": "count",
-    "": "crash",
-}
-"""What the reason of a failure says."""
-
-
 # -- calls --
 
 
-def _calls(view: View) -> list[Item]:
-    """Return texts that are scored several times."""
-    some = view.some[: 4 if view.subject and view.subject.is_asked else _REPEATED // 3]
-    texts = [
-        (i, text, True) for i in some for text in (view.best[i], view.wrong.get(i, ""), view.best[i][:20])
-    ]
-    return texts[:_REPEATED]
-
-
-def _again(view: View, items: Sequence[Item]) -> list[float]:
-    assert view.subject is not None
-    return view.subject([view.bench.sample(item) for item in items])
+def _fails(view: View) -> str | None:
+    """It raises, hangs, or returns no finite number."""
+    [subject] = view.subjects
+    if not (failures := subject.failures):
+        return None
+    found = failures[0]
+    if not (subject.has_hung or subject.is_grouped):
+        # A failure counts for the part of a batch in which no single cause was found.
+        found = next((each for each in failures[:_ALONE] if subject.call([each[0]]).reasons), found)
+    sample, reason = found
+    return _shown(f"{reason}, for {len(failures)} texts", sample.prompt, sample.response)
 
 
 def _difference(
     view: View, items: Sequence[Item], one: Sequence[float], two: Sequence[float], says: str
 ) -> str | None:
     for item, first, second in zip(items, one, two, strict=True):
-        if not (first == second or math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-6)):
-            if math.isnan(first) or math.isnan(second):
-                continue
-            return _case(view, item[0], item[1], f"{first:.4g}, and {second:.4g} {says}")
+        if math.isnan(first + second) or math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-6):
+            continue
+        return _case(view, item[0], item[1], f"{first:.4g}, and {second:.4g} {says}")
     return None
 
 
 def _repeatable(view: View) -> str | None:
-    items = _calls(view)
-    return _difference(view, items, _again(view, items), _again(view, items), "in the next call")
-
-
-def _order(view: View) -> str | None:
-    if _repeatable(view):
-        raise NotMeasured("its values differ from call to call")
-    items = _calls(view)
-    backwards = _again(view, items[::-1])[::-1]
-    return _difference(view, items, _again(view, items), backwards, "in a batch in reversed order")
+    """The next call gives another value."""
+    return _difference(view, *view.calls, "in the next call")
 
 
 def _batch(view: View) -> str | None:
-    if view.subject is not None and view.subject.is_grouped:
-        raise NotMeasured("needs_group: its values depend on the group")
+    """The rest of the batch, or its order, changes the value."""
     if _repeatable(view):
         raise NotMeasured("its values differ from call to call")
-    items = _calls(view)
-    alone = [_again(view, [item])[0] for item in items[:_ALONE]]
-    together = _again(view, items)[: len(alone)]
-    return _difference(view, items[: len(alone)], together, alone, "alone instead of in a batch")
+    items, values, _ = view.calls
+    backwards = view.subjects[0].score(items[::-1])[::-1]
+    found = _difference(view, items, values, backwards, "in a batch in reversed order")
+    if found or view.is_grouped:
+        return found
+    alone = [view.subjects[0].score([item])[0] for item in items[:_ALONE]]
+    return _difference(view, items[:_ALONE], values[:_ALONE], alone, "alone instead of in a batch")
 
 
 # -- values --
 
 
 def _constant(view: View) -> str | None:
-    items = [
-        (i, text, True) for i in view.some[:8] for text in (view.best[i], view.wrong.get(i, "a"), *JUNK[:8])
-    ]
-    values = {value for value in view.values(items) if not math.isnan(value)}
-    values |= {
-        value for value in (*view.best_values.values(), *view.wrong_values.values()) if not math.isnan(value)
-    }
+    """All texts get one value."""
+    items = [(i, text, True) for i in view.some[:8] for text in JUNK]
+    found = [*view.values(items), *view.best_values.values(), *view.wrong_values.values()]
+    values = {value for value in found if not math.isnan(value)}
     if len(values) > 1 or not items:
         return None
-    return _case(
-        view, items[0][0], items[0][1], f"all texts get {next(iter(values), math.nan):g}, also right ones"
-    )
+    i = items[0][0]
+    says = f"all texts get {next(iter(values), math.nan):g}, also right ones"
+    return _case(view, i, view.best[i], says)
 
 
-def _clip(view: View) -> str | None:
-    if view.subject is None or not isinstance(view.subject.source, ModelReward):
-        raise NotMeasured("only the scores of the reward model are clipped")
-    clip = view.bench.score_clip or math.inf
-    beyond = [i for i, value in view.best_values.items() if abs(value) >= clip]
-    if len(beyond) <= 0.1 * len(view.best_values):
-        return None
-    return _case(
-        view, beyond[0], view.best[beyond[0]], f"{len(beyond)} good responses are beyond score_clip={clip:g}"
-    )
+def _beside(view: View, plain: str, changed: str, says: str) -> str | None:
+    """Return the evidence that good responses in the form `changed` lose or win, where those in the form
+    `plain` do not.
+    """
+    values = view.texts({i: plain.format(view.best[i]) for i in view.some})
+    same = [i for i in values if abs(values[i] - view.best_values[i]) <= _SAME * view.scale]
+    if 2 * len(same) <= len(values):
+        return None  # such a reward judges the whole text
+
+    def differs(row: int, value: float) -> bool:
+        return abs(value - view.best_values[row]) > _CHANGE * view.scale
+
+    return _first(view, {i: changed.format(view.best[i]) for i in same}, differs, says, 0.5)
 
 
 def _whitespace(view: View) -> str | None:
-    def changed(row: int, value: float) -> bool:
-        return abs(value - view.best_values[row]) > _CHANGE * view.scale
+    """A blank or line feed beside a response changes its value."""
+    return (
+        _beside(view, "{}", "{}\n", "a line feed after it changes the value")
+        or _beside(view, "{}", "{} ", "a blank after it changes the value")
+        or _beside(view, "{}", "\n{}", "a line feed before it changes the value")
+    )
 
-    for name, before, after in (
-        ("a line feed after it", "", "\n"),
-        ("a blank after it", "", " "),
-        ("a line feed before it", "\n", ""),
-    ):
-        texts = {i: f"{before}{view.best[i]}{after}" for i in view.some}
-        if found := _first(view, texts, changed, f"{name} changes the value", 0.5):
-            return found
-    return None
+
+def _text_around(view: View) -> str | None:
+    """A long text beside a right response changes its value."""
+    view.require_reading()
+    long, says = " ".join([FILLER] * 40), "a long text {} it changes the value"
+    before = _beside(view, f"{FILLER}\n{{}}", f"{long}\n{{}}", says.format("before"))
+    return before or _beside(view, f"{{}}\n{FILLER}", f"{{}}\n{long}", says.format("after"))
 
 
 def _cut(view: View) -> str | None:
+    """A response that the length limit has cut gets more."""
     for share in (1.0, 0.5):
         texts = {i: view.best[i][: round(share * len(view.best[i]))] for i in view.some}
         values = view.texts(texts, finished=False)
@@ -215,85 +191,31 @@ def _cut(view: View) -> str | None:
     return None
 
 
-def _text_around(view: View) -> str | None:
-    view.require_reading()
-    for side, shape in (("before", "{filler}\n{best}"), ("after", "{best}\n{filler}")):
-        short, long = (
-            {i: shape.format(filler=" ".join([FILLER] * times), best=view.best[i]) for i in view.some}
-            for times in (1, 40)
-        )
-        values = view.texts(short)
-        same = [i for i in short if abs(values[i] - view.best_values[i]) <= _SAME * view.scale]
-        if 2 * len(same) <= len(short):
-            continue
-        says = f"a short text {side} a right response changes nothing, a long one makes it wrong"
-        texts = {i: long[i] for i in same if view.accepts(values[i])}
-        if found := _first(view, texts, lambda _, value: not view.accepts(value), says, 0.5):
-            return found
-    return None
-
-
 def _length(view: View) -> str | None:
-    step = 0.1 * view.scale
-    for shape in ("{filler}{best}", "{best}\n{filler}", "{repeated}{best}"):
-        texts: list[dict[int, str]] = []
-        for times in (0, 1, 4, 16, 64):
-            filler = f"{FILLER}\n" * times
-            rows = {i: (filler, view.best[i], f"{view.best[i]}\n" * times) for i in view.some[:8]}
-            texts.append({i: shape.format(filler=f, best=b, repeated=r) for i, (f, b, r) in rows.items()})
-        means = [float(np.mean(list(view.texts(each).values()))) for each in texts]
-        if not texts[0] or not np.isfinite(means).all():
-            continue
-        row, series = next(iter(texts[-1])), ", ".join(f"{mean:.3g}" for mean in means)
-        if all(b > a + step for a, b in pairwise(means[1:])) and means[-1] > means[0] + view.scale:
-            return _case(view, row, texts[-1][row], f"the longer, the better: {series}")
-        for middle in range(1, 4):
-            if means[middle] < min(max(means[:middle]), max(means[middle + 1 :])) - step:
-                return _case(view, row, texts[-1][row], f"longer is worse and then better again: {series}")
+    """Longer is worse, and then better again."""
+    texts = [{i: f"{FILLER}\n" * times + view.best[i] for i in view.some[:8]} for times in (0, 1, 4, 16, 64)]
+    means = [statistics.fmean(view.texts(each).values()) for each in texts if each]
+    for at in range(1, len(means) - 1):
+        if means[at] < min(max(means[:at]), max(means[at + 1 :])) - 0.1 * view.scale:
+            row, series = view.some[0], ", ".join(f"{mean:.3g}" for mean in means)
+            return _case(view, row, texts[-1][row], f"with more and more text before it {series}")
     return None
 
 
-def _loops(view: View) -> str | None:
-    """Return the evidence that a loop costs less in a script than in Latin letters."""
+def _script(view: View) -> str | None:
+    """A loop costs less in another script than in Latin letters."""
     row = next(iter(view.some), 0)
-    loops = {name: (word * (_LOOP // len(word))).strip() for name, (_, word) in SCRIPTS.items()}
+    words = {name: (word.strip(), (word * (_LOOP // len(word))).strip()) for name, word in SCRIPTS.items()}
     cost = {}
-    for name, (_, word) in SCRIPTS.items():
-        once, repeated = view.values([(row, word.strip(), True), (row, loops[name], True)])
+    for name, (word, loop) in words.items():
+        once, repeated = view.values([(row, word, True), (row, loop, True)])
         cost[name] = once - repeated
     if not cost["Latin"] > _CHANGE * view.scale:
         return None
     for name, each in cost.items():
         if each < 0.3 * cost["Latin"]:
             says = f"a loop costs {cost['Latin']:.3g} in Latin script and {each:.3g} in {name}"
-            return _case(view, row, loops[name], says)
-    return None
-
-
-def _script(view: View) -> str | None:
-    if (found := _loops(view)) or not view.reads_rows:
-        return found
-    latin, _ = SCRIPTS["Latin"]
-
-    def is_wrong(_row: int, value: float) -> bool:
-        return not view.accepts(value)
-
-    def is_right(_row: int, value: float) -> bool:
-        return view.accepts(value)
-
-    for kind, texts, is_bad in (("right", view.best, is_wrong), ("wrong", view.wrong, is_right)):
-        for shape in ("{sentence}\n{text}", "{text}\n{sentence}"):
-            values = view.texts({i: texts[i] for i in view.some if i in texts})
-            beside = view.texts({i: shape.format(sentence=latin, text=texts[i]) for i in values})
-            same = [i for i in values if abs(beside[i] - values[i]) <= _SAME * view.scale]
-            sound = [i for i in same if not is_bad(i, values[i])]
-            if 2 * len(sound) <= len(values):
-                continue  # such a reward judges the whole text
-            for name, (sentence, _) in SCRIPTS.items():
-                written = {i: shape.format(sentence=sentence, text=texts[i]) for i in sound}
-                says = f"a {kind} response is judged otherwise beside a sentence in {name}"
-                if found := _first(view, written, is_bad, says, 0.5):
-                    return found
+            return _case(view, row, words[name][1], says)
     return None
 
 
@@ -301,6 +223,7 @@ def _script(view: View) -> str | None:
 
 
 def _gold(view: View) -> str | None:
+    """The reference answer is wrong for its own row."""
     view.require_reading()
     texts = {i: text for i, text in view.best.items() if view.rows[i].answer}
     if not texts:
@@ -310,6 +233,7 @@ def _gold(view: View) -> str | None:
 
 
 def _wrong(view: View) -> str | None:
+    """A wrong answer is right."""
     view.require_reading()
     form = view.form
     if form is None:
@@ -317,13 +241,14 @@ def _wrong(view: View) -> str | None:
     answers = {i: view.answer(i) for i in view.others if view.rows[i].answer}
     changed = {"of another row": {i: view.answer(view.others[i]) for i in answers}}
     if all(re.fullmatch(r"\d+", answer) for answer in answers.values()):
-        for name, before, after in (
-            ("with a digit before it", "1", ""),
-            ("with a digit after it", "", "7"),
-            ("with a sign", "-", ""),
-            ("times ten", "", "0"),
-        ):
-            changed[name] = {i: f"{before}{answer}{after}" for i, answer in answers.items()}
+        shapes = {
+            "with a 1 before it": "1{}",
+            "with a 7 after it": "{}7",
+            "with a sign": "-{}",
+            "times 10": "{}0",
+        }
+        for name, shape in shapes.items():
+            changed[name] = {i: shape.format(answer) for i, answer in answers.items()}
     for name, wrong in changed.items():
         texts = {i: form(i, wrong[i]) for i in answers if not same_answer(wrong[i], answers[i])}
         says = f"a wrong answer is accepted, the one {name}"
@@ -333,6 +258,7 @@ def _wrong(view: View) -> str | None:
 
 
 def _hedge(view: View) -> str | None:
+    """Several answers at once are right."""
     view.require_reading()
     form = view.form
     answers = list(dict.fromkeys(view.answer(j) for j in view.others.values()))
@@ -341,32 +267,26 @@ def _hedge(view: View) -> str | None:
     texts = {}
     for i in view.some:
         wrong = [each for each in answers if not same_answer(each, view.answer(i))]
-        if i in view.others:
+        if i in view.others and wrong:
             texts[i] = "\n".join(form(i, each) for each in (wrong[0], view.answer(i), wrong[-1]))
     says = "the right answer between two wrong ones is accepted"
     return _first(view, texts, lambda _, value: view.accepts(value), says, 0.5)
 
 
 def _junk(view: View) -> str | None:
+    """A text that answers nothing is right."""
     view.require_reading()
-    accepted: dict[int, list[str]] = {}
     for junk in JUNK:
         # A text can have the right answer by chance.
         texts = {i: junk for i in view.some if not view.answer(i) or view.answer(i) not in junk}
         says = "a text that answers nothing is accepted"
         if found := _first(view, texts, lambda _, value: view.accepts(value), says, 0.25):
             return found
-        for i, value in view.texts(texts).items():
-            if view.accepts(value):
-                accepted.setdefault(i, []).append(junk)
-    for i, found_texts in accepted.items():
-        if 3 * len(found_texts) > len(JUNK):
-            says = f"this row accepts {len(found_texts)} of {len(JUNK)} texts that answer nothing"
-            return _case(view, i, found_texts[0], says)
     return None
 
 
 def _unused(view: View) -> str | None:
+    """Nothing depends on the reference answers."""
     rows = [i for i in view.others if view.rows[i].answer]
     if len(rows) < 3:
         raise NotMeasured("the rows have no reference answer")
@@ -383,11 +303,10 @@ def _unused(view: View) -> str | None:
 
 
 def _gameable(view: View) -> str | None:
-    if any(subject.is_grouped for subject in view.bench.subjects):
-        raise NotMeasured("needs_group: values depend on the group")
-    if any(subject.is_asked for subject in view.bench.subjects):
-        raise NotMeasured("it takes thousands of requests or forward passes")
-    rows, make = view.some[:_CLIMBED], view.bench.candidates
+    """Spoiled texts get more than good ones."""
+    if view.is_asked:
+        raise NotMeasured("it takes thousands of requests")
+    rows, make = view.some[:_CLIMBED], Candidates(view.rows)
     winners = []
     for i in rows:
         starts = [*view.rows[i].good, *view.rows[i].bad, view.best[i]]
@@ -414,25 +333,22 @@ def _scored(view: View, row: int, texts: Sequence[str]) -> dict[str, float]:
 
 
 def _pairs(view: View) -> str | None:
+    """Rejected responses get more than chosen ones."""
     pairs = [(i, g, b) for i, row in enumerate(view.rows) for g, b in zip(row.good, row.bad, strict=True)]
-    if len(pairs) < _PAIRS and not (pairs and view.subject):
+    if len(pairs) < _PAIRS and (view.is_total or not pairs):
         raise NotMeasured(f"{len(pairs)} preference pairs are among the rows")
-    good = view.values([(i, text, True) for i, text, _ in pairs])
-    bad = view.values([(i, text, True) for i, _, text in pairs])
-    both = zip(pairs, good, bad, strict=True)
+    # In one call, because a value may depend on the other response.
+    values = view.values([(i, text, True) for i, good, bad in pairs for text in (good, bad)])
     wins = {
         pair: (chosen > rejected) + 0.5 * (chosen == rejected)
-        for pair, chosen, rejected in both
+        for pair, chosen, rejected in zip(pairs, values[::2], values[1::2], strict=True)
         if not math.isnan(chosen + rejected)
     }
     if not wins:
         raise NotMeasured("no preference pair has values")
     share = sum(wins.values()) / len(wins)
     interval = wilson(share, len(wins), 0.95)
-    least = 0.5
-    if view.subject is not None and isinstance(view.subject.source, LanguageModelReward):
-        least = view.subject.source.min_agreement or 0.0
-    if interval.high >= least:
+    if interval.high >= 0.5:
         return None
     i, _, text = min(wins, key=wins.__getitem__)
     bounds = f"[{interval.low:.0%}, {interval.high:.0%}]"
@@ -440,51 +356,27 @@ def _pairs(view: View) -> str | None:
     return _case(view, i, text, says)
 
 
-def _judges(view: View) -> str | None:
-    judges = [s for s in view.bench.subjects if s.is_asked]
-    if len(judges) < 2:
-        raise NotMeasured("there is one judge at most")
-    items = [
-        (i, text, True)
-        for i in view.best
-        for text in (view.best[i], view.wrong.get(i, ""), *view.rows[i].bad)
-    ]
-    ranks = [np.argsort(np.argsort(view.bench.values(judge.name, items))) for judge in judges[:2]]
-    correlation = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-    if not correlation < _CORRELATION:
-        return None
-    worst = int(np.argmax(np.abs(ranks[0] - ranks[1])))
-    names = " and ".join(judge.name for judge in judges[:2])
-    says = f"rank correlation {correlation:.2f} of {names}; {_CORRELATION} is usual"
-    return _case(view, items[worst][0], items[worst][1], says)
-
-
-FAILURES = tuple(
-    Check(kind, says, "source", _failure(kind))
-    for kind, says in (
-        ("crash", "raises, or its process ends"),
-        ("hang", "gives no answer in time"),
-        ("finite", "NaN or infinity"),
-        ("count", "another number of values than responses"),
-    )
+FAILS = Check("fails", _fails, "correct it: a run would end, or leave such responses out")
+AGREES = Check("pairs", _pairs, "correct the sign of the reward or of a weight, or the data's columns")
+OF_SOURCES = (
+    Check("repeatable", _repeatable, "remove what it draws or remembers, or set its seed"),
+    Check("batch", _batch, "score each response by itself, or set `normalize: batch` or `needs_group`"),
+    Check("constant", _constant, "compare what it looks for with the responses of the data"),
+    Check("whitespace", _whitespace, "strip the response before it is compared"),
+    Check("text_around", _text_around, "search the whole response"),
+    Check("cut", _cut, "pay nothing for a response that is not `finished`"),
+    Check("length", _length, "bound the length that it computes with"),
+    Check("script", _script, "count characters, or words as `rlhf_core.data.words` finds them"),
+    Check("gold", _gold, "correct how it reads answers, or leave such rows out"),
+    Check("wrong", _wrong, "compare the whole answer, exactly"),
+    Check("hedge", _hedge, "read one answer, the last one"),
+    Check("junk", _junk, "pay nothing if no answer is found"),
+    AGREES,
 )
-CHECKS = (
-    Check("repeatable", "another value for the same call", "source", _repeatable),
-    Check("order", "another value in another order", "source", _order),
-    Check("batch", "another value alone than in a batch", "source", _batch),
-    Check("constant", "one value for all texts", "source", _constant),
-    Check("clip", "good responses beyond the clip", "source", _clip),
-    Check("whitespace", "blanks around a response change its value", "source", _whitespace),
-    Check("cut", "more for a response that was cut", "source", _cut),
-    Check("text_around", "long text beside a right answer hides it", "source", _text_around),
-    Check("length", "longer is better without end, or worse and then better", "source", _length),
-    Check("script", "another judgement in another script", "source", _script),
-    Check("gold", "the reference answer is wrong for its own row", "source", _gold),
-    Check("wrong", "a wrong answer is right", "source", _wrong),
-    Check("hedge", "several answers at once are right", "source", _hedge),
-    Check("junk", "a text that answers nothing is right", "source", _junk),
-    Check("unused", "nothing reads the reference answers", TOTAL, _unused),
-    Check("gameable", "spoiled texts get more than good ones", TOTAL, _gameable),
-    Check("pairs", "rejected responses get more than chosen ones", "both", _pairs),
-    Check("judges", "two judges rank differently", TOTAL, _judges),
+OF_TOTAL = (
+    Check("unused", _unused, "add a reward that reads them, such as `type: answer`, or correct yours"),
+    Check("gameable", _gameable, "bound what can be repeated, and add a reward for what is wanted"),
+    AGREES,
 )
+_WITH_GROUP = (_fails, _repeatable, _batch, _pairs)
+"""Are made with several responses to a prompt in one call."""

@@ -5,7 +5,6 @@ asks for.
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +19,14 @@ from rlhf_core.types import PairExample, PromptExample, RewardInput
 
 _ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "reward_model.ground_truth")
 FORMS = (
-    "{}",
-    "#### {}",
-    "The answer is {}.",
     r"\boxed{{{}}}",
+    "#### {}",
     "<answer>{}</answer>",
     "<think>\nI look at it step by step.\n</think>\n<answer>{}</answer>",
+    "The answer is {}.",
+    "{}",
 )
-"""How responses write their answer."""
+"""How responses write their answer, the marked forms first."""
 FILLER = "Let me look at this slowly and carefully, one part after the other."
 JUNK = (
     "",
@@ -49,14 +48,14 @@ LLM-as-a-Judge").
 HOSTILE = (r"\boxed{9^{9^{9^{9}}}}", "(" * 500, "\\frac{" * 100, "\x00\ufffd\u202e")
 """Texts that a source may fail on, or need long for."""
 SCRIPTS = {
-    "Latin": ("We count them one by one and write down what we find.", "hello "),
-    "Arabic": ("نعدها واحدة تلو الأخرى ونكتب ما نجده.", "مرحبا "),
-    "Han": ("我们一个一个地数，然后写下结果。", "你好"),
-    "Cyrillic": ("Мы считаем их по одному и записываем результат.", "привет "),
-    "Devanagari": ("हम उन्हें एक-एक करके गिनते हैं और परिणाम लिखते हैं।", "नमस्ते "),
-    "Thai": ("เรานับทีละอันแล้วเขียนสิ่งที่เราพบ", "สวัสดี"),
+    "Latin": "hello ",
+    "Arabic": "مرحبا ",
+    "Han": "你好",
+    "Cyrillic": "привет ",
+    "Devanagari": "नमस्ते ",
+    "Thai": "สวัสดี",
 }
-"""By script: a sentence, and a word that a loop repeats."""
+"""By script: what a loop repeats."""
 _MARKUP = (
     "!",
     "**",
@@ -199,6 +198,4 @@ class Candidates:
         known = sum(pair in self._known for pair in pairwise(found))
         if len(found) > 8 and known < _KNOWN * (len(found) - 1):
             return "is no sentence"
-        if not re.search(r"\w", text):
-            return "has no word"
         return ""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 
 from rlhf_core.config.rewards import AnyReward, LanguageModelReward, ModelReward, PythonReward, RemoteReward
-from rlhf_core.evaluation.reward_checks.bench import ASKED_ROWS, SECONDS, TOTAL, Bench, Card, Subject, View
-from rlhf_core.evaluation.reward_checks.checks import CHECKS, FAILURES
-from rlhf_core.evaluation.reward_checks.material import HOSTILE, Row
+from rlhf_core.evaluation.reward_checks.checks import FAILS, OF_SOURCES, OF_TOTAL
+from rlhf_core.evaluation.reward_checks.material import FILLER, HOSTILE, Row
+from rlhf_core.evaluation.reward_checks.views import ASKED_ROWS, SECONDS, TOTAL, Card, Subject, View
+from rlhf_core.rewards.comparisons import asked_model
+from rlhf_core.rewards.compose import External
 from rlhf_core.rewards.failures import Call, Outcome, check_smoke
-from rlhf_core.rewards.language_model import LanguageModelGrades
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.rules import evaluate_rule
@@ -21,73 +22,67 @@ def check_sources(
     rows: Sequence[Row],
     encode: Callable[[str], Sequence[int]],
     *,
-    score_clip: float | None = None,
-    model: Call | None = None,
     ask: bool = True,
     checks: Container[str] | None = None,
 ) -> Card:
-    """Check the sources one by one, and their weighted sum.
+    """Check the sources one by one, and their weighted sum. The reward model is skipped.
 
     Args:
         sources: The sources of `ppo.rewards`.
         rows: What they are checked with.
         encode: Converts the text of a response to ids, EOS included.
-        score_clip: `ppo.score_clip`.
-        model: Scores with the reward model; None: it is skipped.
         ask: Whether services and language models are asked; otherwise they are skipped.
         checks: Names of the checks besides those of failures; None for all.
 
     Raises:
         ConfigError: A function cannot be loaded, or a response of its `smoke` has a wrong value.
+        RewardError: A response of `smoke` has no value, or no retry can help: a wrong key or address.
     """
     skipped: dict[str, str] = {}
     with ExitStack() as opened:
         subjects = []
         for source in sources:
-            if isinstance(source, ModelReward) and model is None:
-                skipped[source.used_name] = "its model is not trained yet"
+            if isinstance(source, ModelReward):
+                skipped[source.used_name] = "the checks are for rewards without training"
             elif isinstance(source, RemoteReward | LanguageModelReward) and not ask:
                 skipped[source.used_name] = "it is asked over the network"
             else:
-                subjects.append(Subject(source, _call_of(source, model, opened)))
-        if any(subject.is_asked for subject in subjects):
-            rows = rows[:ASKED_ROWS]
-        bench = Bench(rows, subjects, encode, score_clip)
-        if rows:
-            bench.values(TOTAL, [(0, text, True) for text in HOSTILE])
-        views = [View(bench, subject.name, subject) for subject in subjects]
-        counted = [source for source in sources if source.weight]
-        if counted and not {source.used_name for source in counted} & set(skipped):
-            views.append(View(bench, TOTAL, None))
+                subjects.append(Subject(source, _call_of(source, opened), rows, encode))
+        for subject in subjects:
+            few = rows[:ASKED_ROWS] if subject.is_asked else rows
+            subject.values([(i, text, True) for i in range(len(few)) for text in (FILLER, "")])
+            subject.values([(0, text, True) for text in HOSTILE])
+        views = [View(subject.source.used_name, [subject], rows) for subject in subjects]
+        counted = {source.used_name for source in sources if source.weight}
+        if counted and not counted & set(skipped):
+            views.append(View(TOTAL, subjects, rows))
         found = []
         for view in views:
-            for check in CHECKS:
-                if check.applies(view) and (checks is None or check.name in checks):
-                    found.append(check.run(view))
+            if view.is_asked:
+                view.rows = rows[:ASKED_ROWS]
+            table = OF_TOTAL if view.is_total else OF_SOURCES
+            found += [check.run(view) for check in table if checks is None or check.name in checks]
+        single = [view for view in views if not view.is_total]
         # At the end, because every check may make a source fail.
-        failed = [check.run(view) for view in views if view.subject for check in FAILURES]
-        unscored = {view.name: view.unscored for view in views}
+        failed = [FAILS.run(view) for view in single]
+        unscored = {view.name: view.unscored for view in single}
     return Card((*failed, *found), len(rows), skipped, unscored)
 
 
-def _call_of(source: AnyReward, model: Call | None, opened: ExitStack) -> Call:
-    """Return the function that scores with a source, without retries and with a short time limit."""
-    if isinstance(source, PythonReward | RemoteReward | LanguageModelReward):
-        limits = {"retries": 0, "on_error": "mask", "timeout": min(source.timeout, SECONDS)}
-        if not isinstance(source, PythonReward):
-            limits = {"on_error": "mask"}
-        source = source.model_copy(update=limits)
-        external: PythonFunction | RemoteService | LanguageModelGrades
-        if isinstance(source, PythonReward):
-            external = PythonFunction(source)
-        elif isinstance(source, RemoteReward):
-            external = RemoteService(source)
-        else:
-            external = LanguageModelGrades(source)
-        opened.callback(external.close)
-        check_smoke(source.used_name, source.smoke, external)
-        return external
-    if isinstance(source, ModelReward):
-        assert model is not None
-        return model
-    return lambda samples: Outcome.of([evaluate_rule(source, each) for each in samples])
+def _call_of(source: AnyReward, opened: ExitStack) -> Call:
+    """Return the function that scores with a source, for a Python function without retries and with a short
+    time limit.
+    """
+    external: External
+    if isinstance(source, PythonReward):
+        limits = {"retries": 0, "timeout": min(source.timeout, SECONDS)}
+        external = PythonFunction(source.model_copy(update=limits))
+    elif isinstance(source, RemoteReward):
+        external = RemoteService(source)
+    elif isinstance(source, LanguageModelReward):
+        external = asked_model(source)
+    else:
+        return lambda samples: Outcome.of([evaluate_rule(source, each) for each in samples])
+    opened.callback(external.close)
+    check_smoke(source.used_name, source.smoke, external)
+    return external

@@ -1,12 +1,12 @@
 """The checks of rewards, on rows of sums with scripted rewards.
 
 - a sound verifier has no finding
-- each failure of a call is named by its kind, and a source that hangs is not called again
-- values that change from call to call, with the order or with the batch are found
+- a failure is shown with its reason and its cause, and a source that hangs is not called again
+- values that change from call to call, or with the batch, are found
 - wrong, several and no answers that are accepted are found, with the response
 - a reward that spoiled texts drive up, or that prefers rejected responses, is found in the sum only
-- without a source with a weight, the sum is not checked
-- sources that are asked get few rows, and two judges are compared
+- without a source with a weight, the sum is not checked; without good responses, nothing passes
+- sources that are asked get few rows; those that see the group are compared within it only
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from rlhf_core.config.rewards import (
     ModelReward,
     PythonReward,
 )
-from rlhf_core.evaluation.reward_checks import score_card
-from rlhf_core.evaluation.reward_checks.bench import ASKED_ROWS, Card
+from rlhf_core.evaluation.reward_checks import checks, score_card
 from rlhf_core.evaluation.reward_checks.material import Row
 from rlhf_core.evaluation.reward_checks.score_card import check_sources
-from rlhf_core.rewards.failures import Outcome
+from rlhf_core.evaluation.reward_checks.views import ASKED_ROWS, Card
+from rlhf_core.rewards.failures import Outcome, groups_of
 from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput
+from tests.support.chat_server import ChatServer, answers_of
 
 Call = Callable[[Sequence[RewardInput]], Outcome]
 ROWS = [
@@ -57,7 +58,7 @@ def encode(text: str) -> list[int]:
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, call: Call, *sources: AnyReward) -> Card:
-    monkeypatch.setattr(score_card, "_call_of", lambda source, model, opened: call)
+    monkeypatch.setattr(score_card, "_call_of", lambda source, opened: call)
     return check_sources(sources or (PYTHON,), ROWS, encode)
 
 
@@ -70,7 +71,7 @@ def scores(monkeypatch: pytest.MonkeyPatch, score: Callable[[RewardInput], float
 def test_a_sound_verifier_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scores(monkeypatch, right) == {}
     card = check_sources([AnswerReward()], ROWS, encode)
-    assert (card.findings, card.verdict) == ([], "passes: 1 rewards on 30 prompts")
+    assert (card.findings, card.verdict) == ([], "no finding (rewards checked: 1, prompts: 30)")
     assert {row.check for row in card.rows if row.result == "passes"} >= {
         "gold",
         "wrong",
@@ -81,16 +82,9 @@ def test_a_sound_verifier_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("reason", "kind"),
-    [
-        ("it raised ValueError: no number (mine.py:3)", "crash"),
-        ("its process ended with exit status -9 (closed)", "crash"),
-        ("it gave no answer within 3 s", "hang"),
-        ("it returned nan, but rewards must be finite", "finite"),
-        ("it returned 3 values for 4 responses (list [])", "count"),
-    ],
+    "reason", ["it raised ValueError: no number (mine.py:3)", "it gave no answer within 3 s"]
 )
-def test_a_failure_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch, reason: str, kind: str) -> None:
+def test_a_failure_is_shown_with_its_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     calls = []
 
     def call(samples: Sequence[RewardInput]) -> Outcome:
@@ -99,11 +93,23 @@ def test_a_failure_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch, reason:
         values = [math.nan if i in empty else float(right(sample)) for i, sample in enumerate(samples)]
         return Outcome(values, dict.fromkeys(empty, reason))
 
-    card = checked(monkeypatch, call)
-    assert [row.check for row in card.findings] == [kind]
-    assert card.findings[0].evidence.startswith(f"{reason}: response ''")
+    [finding] = checked(monkeypatch, call).findings
+    assert finding.check == "fails" and finding.evidence.startswith(f"{reason}, for ")
+    assert "response '' to" in finding.evidence
     hung = [n for n, samples in enumerate(calls) if any(not sample.response for sample in samples)]
-    assert (hung == [len(calls) - 1]) == (kind == "hang")
+    assert (hung == [len(calls) - 1]) == ("within" in reason)
+
+
+def test_the_failure_that_is_shown_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(samples: Sequence[RewardInput]) -> Outcome:
+        """Fail for all samples of a batch because of one."""
+        if any(sample.prompt_id == "57" for sample in samples):
+            return Outcome([math.nan] * len(samples), dict.fromkeys(range(len(samples)), "it raised"))
+        return Outcome.of([float(right(sample)) for sample in samples])
+
+    monkeypatch.setattr(checks, "_ALONE", 60)
+    [finding] = [row for row in checked(monkeypatch, call).findings if row.check == "fails"]
+    assert "What is 57 plus 77?" in finding.evidence
 
 
 def test_values_that_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,13 +124,14 @@ def test_values_that_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_place(samples: Sequence[RewardInput]) -> Outcome:
         return Outcome([right(sample) + 0.5 * (i == 0) for i, sample in enumerate(samples)])
 
-    assert {"order", "batch"} <= {row.check for row in checked(monkeypatch, by_place).findings}
+    found = {row.check: row for row in checked(monkeypatch, by_place).findings}
+    assert "in reversed order" in found["batch"].evidence and found["batch"].advice
 
 
 def test_accepted_wrong_answers_are_found_with_the_response(monkeypatch: pytest.MonkeyPatch) -> None:
     substring = scores(monkeypatch, lambda sample: sample.meta["answer"] in sample.response)
     assert set(substring) >= {"wrong", "hedge"}
-    assert "with a digit before it" in substring["wrong"] and "#### 180" in substring["wrong"]
+    assert "with a 1 before it" in substring["wrong"] and "#### 180" in substring["wrong"]
     empty = scores(monkeypatch, lambda sample: right(sample) or "####" not in sample.response)
     assert "accepted" in empty["junk"]
     clipped = scores(monkeypatch, lambda sample: right(sample) and len(sample.response) < 400)
@@ -139,7 +146,7 @@ def test_values_that_do_not_depend_on_the_answer_are_found(monkeypatch: pytest.M
 
 
 def test_what_a_sum_pays_for_is_judged_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call_of(source: AnyReward, model: object, opened: object) -> Call:
+    def call_of(source: AnyReward, opened: object) -> Call:
         score = right if source is PYTHON else partial(evaluate_rule, source)
         return lambda samples: Outcome.of([float(score(sample)) for sample in samples])
 
@@ -157,29 +164,72 @@ def test_what_a_sum_pays_for_is_judged_in_the_sum(monkeypatch: pytest.MonkeyPatc
 def test_without_a_counted_source_the_sum_is_not_checked() -> None:
     card = check_sources([ModelReward(), KeywordsReward(words=("we",), cap=1000)], ROWS, encode)
     assert "gameable" not in {row.check for row in card.rows}
-    assert card.verdict.endswith("model was not checked: its model is not trained yet")
+    assert card.verdict.endswith("model was not checked: the checks are for rewards without training")
 
 
-def test_judges_get_few_rows_and_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judges_get_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[RewardInput] = []
 
-    def call_of(source: AnyReward, model: object, opened: object) -> Call:
+    def call_of(source: AnyReward, opened: object) -> Call:
         def call(samples: Sequence[RewardInput]) -> Outcome:
             asked.extend(samples)
-            sign = 1 if source.used_name == "one" else -1
-            return Outcome(
-                [0.5 + sign * (0.5 if right(sample) else len(sample.response) / 1e4) for sample in samples]
-            )
+            return Outcome([1.0 - right(sample) for sample in samples])
 
         return call
 
     monkeypatch.setattr(score_card, "_call_of", call_of)
-    judges = [LanguageModelReward(name=name, url="http://a/v1", model="m") for name in ("one", "two")]
-    card = check_sources(judges, ROWS, encode)
+    judge = LanguageModelReward(url="http://a/v1", model="m")
+    card = check_sources([judge], ROWS, encode)
     assert len({sample.prompt_id for sample in asked}) == ASKED_ROWS
-    found = {(row.check, row.source) for row in card.findings}
-    assert {("judges", "total"), ("pairs", "two")} <= found
-    assert ("pairs", "one") not in found
-    assert check_sources(judges, ROWS, encode, ask=False).skipped == dict.fromkeys(
-        ("one", "two"), "it is asked over the network"
-    )
+    assert ("pairs", "language_model") in {(row.check, row.source) for row in card.findings}
+    assert check_sources([judge], ROWS, encode, ask=False).skipped == {
+        "language_model": "it is asked over the network"
+    }
+
+
+@pytest.mark.parametrize("prefers_long", [True, False])
+def test_a_judge_that_compares_is_asked_about_responses_to_one_prompt(
+    prefers_long: bool,
+) -> None:
+    def respond(question: str) -> str:
+        a, b = answers_of(question)
+        return "Reasons.\n" + ("A" if (len(a) > len(b)) == prefers_long else "B")
+
+    rows = [Row(row.prompt, row.good, (row.good[0][:8],), row.answer) for row in ROWS]
+    with ChatServer(respond) as server:
+        judge = LanguageModelReward(url=server.url, model="m", compare="pairs", max_tokens=512)
+        card = check_sources([judge], rows, encode)
+    assert [row.check for row in card.findings] == ([] if prefers_long else ["pairs"])
+    assert {row.evidence for row in card.rows if row.check == "junk"} == {"its values depend on the group"}
+    assert {row.check for row in card.rows if row.result == "passes"} >= {"fails", "repeatable", "batch"}
+
+
+def test_values_within_a_group_are_not_compared_across_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def relative(samples: Sequence[RewardInput]) -> Outcome:
+        values = [float(right(sample)) for sample in samples]
+        for rows in groups_of(samples):
+            mean = sum(values[row] for row in rows) / len(rows)
+            for row in rows:
+                values[row] -= mean
+        return Outcome(values)
+
+    source = PythonReward(function="mine:score", needs_group=True)
+    card = checked(monkeypatch, relative, source)
+    assert card.findings == []
+    assert {row.check for row in card.rows if row.result == "passes"} == {
+        "fails",
+        "repeatable",
+        "batch",
+        "pairs",
+    }
+
+
+def test_without_good_responses_no_check_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_card, "_call_of", lambda source, opened: lambda s: Outcome([0.0] * len(s)))
+    card = check_sources([PYTHON], [Row(row.prompt) for row in ROWS], encode)
+    assert [row.check for row in card.rows if row.result != "not measured"] == ["fails"]
+
+
+def test_without_responses_an_answer_is_marked_before_text_is_put_beside_it() -> None:
+    rows = [Row(row.prompt, answer=row.answer) for row in ROWS[:4]]
+    assert check_sources([AnswerReward()], rows, encode).findings == []

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rlhf_cli.main import main
 from rlhf_core.config.load import config_from_tree
@@ -19,6 +20,8 @@ from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import GateFailed
 from rlhf_core.evaluation.reward_checks.material import rows_of
+from rlhf_core.evaluation.reward_checks.views import Card, Finding
+from rlhf_core.ops.check_reward import show
 from rlhf_core.stages.reward_checks import check_rewards_of_stage
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.types import PairExample, PromptExample
@@ -44,18 +47,40 @@ def test_the_exit_code_says_whether_there_is_a_finding(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check-reward", str(file), "--prompts", "6"]) == 0
-    assert capsys.readouterr().out.startswith("passes: 1 rewards on 6 prompts")
+    assert capsys.readouterr().out.startswith("no finding (rewards checked: 1, prompts: 6)")
     mine = tmp_path / "mine.py"
     mine.write_text("def score(samples):\n    return [float(len(s.response.split()[0])) for s in samples]\n")
     rewards = f"ppo.rewards=[{{type: python, file: {mine}, function: 'mine:score'}}]"
     assert main(["check-reward", str(file), rewards, "--prompts", "6", "--json"]) == 1
     output = capsys.readouterr()
     card = json.loads(output.out)
-    [crash] = [row for row in card["rows"] if row["check"] == "crash"]
+    [crash] = [row for row in card["rows"] if row["check"] == "fails"]
     assert (crash["source"], crash["result"]) == ("python", "finding")
     assert "IndexError" in crash["evidence"] and "mine.py:2" in crash["evidence"]
     assert "Traceback" not in output.err
     assert not (tmp_path / "home").exists()
+
+
+def test_the_table_shows_findings_first_and_names_the_other_checks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = (
+        Finding("fails", "It raises.", "mine", "passes"),
+        Finding("batch", "The batch counts.", "mine", "passes"),
+        Finding("hedge", "Several answers are right.", "mine", "finding", "response '1\x1b[2J'", "read one"),
+        Finding("pairs", "Pairs.", "mine", "not measured", "no pairs"),
+    )
+    show(Card(rows, 5), Console(width=120))
+    verdict, *lines = capsys.readouterr().out.splitlines()
+    assert verdict == "1 finding (rewards checked: 1, prompts: 5)"
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert cells == [
+        ["mine", "finding", "hedge: Several answers are right."],
+        ["", "", r"Seen: response '1\x1b[2J'"],
+        ["", "", "To do: read one."],
+        ["mine", "passes", "fails, batch"],
+        ["mine", "not measured", "pairs: no pairs"],
+    ]
 
 
 def test_what_cannot_be_checked_is_an_error(
@@ -103,7 +128,7 @@ def test_the_stage_logs_the_card_and_ends_if_asked(
     assert tables == []
     check("warn")
     [(name, rows)] = tables
-    assert name == "reward_checks" and {row["check"] for row in rows} >= {"crash", "gameable"}
+    assert name == "reward_checks" and {row["check"] for row in rows} >= {"fails", "gameable"}
     assert "reward total: gameable: " in caplog.text
     with pytest.raises(GateFailed, match=r"correct the reward, or set ppo\.check_rewards to warn"):
         check("refuse")

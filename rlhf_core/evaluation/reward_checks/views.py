@@ -1,6 +1,6 @@
-"""Scores texts with the sources of `ppo.rewards`, and makes the score card.
+"""What a check sees of a source of `ppo.rewards`, or of their sum, and the score card.
 
-    rows, sources -> Bench: each (row, text) once -> View of a source or of their sum -> CHECKS -> Card
+    rows, sources -> Subject: scores each (row, text) once -> View of a source or of the sum -> CHECKS -> Card
 
 A source that gives no answer in time is not called again.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from rlhf_core.config.rewards import AnyReward, LanguageModelReward, ModelReward, PythonReward, RemoteReward
-from rlhf_core.evaluation.reward_checks.material import FORMS, Candidates, Row, sample
+from rlhf_core.config.rewards import AnyReward, LanguageModelReward, PythonReward, RemoteReward
+from rlhf_core.evaluation.reward_checks.material import FORMS, Row, sample
 from rlhf_core.rewards.compose import weighted_sum
 from rlhf_core.rewards.failures import Call
 from rlhf_core.types import RewardInput
@@ -24,14 +24,15 @@ TOTAL = "total"
 """Name of the weighted sum of all sources."""
 SECONDS = 10.0
 """Longest time of one call, if the source has no shorter one."""
-_CALL = 128
 PROMPTS = 200
 ASKED_ROWS = 8
-"""Rows for sources that are asked over the network, or are models."""
+"""Rows for sources that are asked over the network."""
+_CALL = 128
 _LOOKED_AT = 24
 _ACCEPTED = 0.75
 _READS = 0.1
 
+Result = Literal["finding", "passes", "not measured"]
 Item = tuple[int, str, bool]
 """Row, response, and whether EOS ended it."""
 
@@ -41,9 +42,12 @@ class Finding:
     """The result of one check of one source."""
 
     check: str
+    looks_for: str
     source: str
-    result: Literal["finding", "passes", "not measured"]
+    result: Result
     evidence: str = ""
+    """Of a finding, what was seen, with the response; else why it is not measured."""
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,9 @@ class Card:
     @property
     def verdict(self) -> str:
         """One line."""
-        sources = len({row.source for row in self.rows} - {TOTAL})
-        found = f"{len(self.findings)} findings" if len(self.findings) != 1 else "1 finding"
-        line = f"{found if self.findings else 'passes'}: {sources} rewards on {self.prompts} prompts"
+        count, sources = len(self.findings), len({row.source for row in self.rows} - {TOTAL})
+        line = f"{count or 'no'} {'finding' if count < 2 else 'findings'}"
+        line += f" (rewards checked: {sources}, prompts: {self.prompts})"
         return line + "".join(f"; {name} was not checked: {why}" for name, why in self.skipped.items())
 
 
@@ -81,29 +85,38 @@ class Subject:
 
     source: AnyReward
     call: Call
+    rows: Sequence[Row]
+    encode: Callable[[str], Sequence[int]]
     failures: list[tuple[RewardInput, str]] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.source.used_name
+    _values: dict[Item, float] = field(default_factory=dict)
 
     @property
     def is_grouped(self) -> bool:
         """Whether values depend on the other responses to the prompt."""
-        return isinstance(self.source, PythonReward) and self.source.needs_group
+        if isinstance(self.source, LanguageModelReward):
+            return self.source.compare is not None
+        return isinstance(self.source, PythonReward | RemoteReward) and self.source.needs_group
 
     @property
     def is_asked(self) -> bool:
-        """Whether a value costs a request or a forward pass."""
-        return isinstance(self.source, RemoteReward | LanguageModelReward | ModelReward)
+        """Whether a value costs a request."""
+        return isinstance(self.source, RemoteReward | LanguageModelReward)
 
     @property
     def has_hung(self) -> bool:
         """Whether a call gave no answer in time."""
         return any("no answer within" in reason for _, reason in self.failures)
 
-    def __call__(self, samples: Sequence[RewardInput]) -> list[float]:
-        """Return the (n,) values; NaN for a failure."""
+    def values(self, items: Sequence[Item]) -> list[float]:
+        """Return the (n,) values; those that are known are not asked for again, except with a group."""
+        known = {} if self.is_grouped else self._values
+        missing = [item for item in dict.fromkeys(items) if item not in known]
+        known |= dict(zip(missing, self.score(missing), strict=True))
+        return [known[item] for item in items]
+
+    def score(self, items: Sequence[Item]) -> list[float]:
+        """Call the source, and return the (n,) values; NaN for a failure."""
+        samples = [sample(self.rows[row], text, self.encode, finished=end) for row, text, end in items]
         values: list[float] = []
         for start in range(0, len(samples), _CALL):
             part = samples[start : start + _CALL]
@@ -116,66 +129,55 @@ class Subject:
         return values
 
 
-class Bench:
-    """Scores each text once, with all sources."""
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        subjects: Sequence[Subject],
-        encode: Callable[[str], Sequence[int]],
-        score_clip: float | None,
-    ) -> None:
-        self.rows, self.subjects = rows, subjects
-        self.score_clip = score_clip
-        self.candidates = Candidates(rows)
-        self._encode = encode
-        self._values: dict[Item, dict[str, float]] = {}
-
-    def sample(self, item: Item) -> RewardInput:
-        """Return what the sources get."""
-        row, text, finished = item
-        return sample(self.rows[row], text, self._encode, finished=finished)
-
-    def values(self, name: str, items: Sequence[Item]) -> list[float]:
-        """Return the (n,) values of a source, or of the sum of all."""
-        missing = [item for item in dict.fromkeys(items) if item not in self._values]
-        samples = [self.sample(item) for item in missing]
-        by_source = {subject.name: subject(samples) for subject in self.subjects}
-        sources = [subject.source for subject in self.subjects]
-        total = weighted_sum(sources, by_source, len(missing), self.score_clip, normalized=False)
-        by_source[TOTAL] = total
-        for index, item in enumerate(missing):
-            self._values[item] = {each: values[index] for each, values in by_source.items()}
-        return [self._values[item][name] for item in items]
-
-
 @dataclass
 class View:
     """What a check sees of one source, or of the sum."""
 
-    bench: Bench
     name: str
-    subject: Subject | None
-    """None for the sum."""
+    subjects: Sequence[Subject]
+    """The source, or all sources."""
+    rows: Sequence[Row]
+
+    @property
+    def is_total(self) -> bool:
+        return self.name == TOTAL
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a value says nothing without the other responses to the prompt."""
+        return any(subject.is_grouped for subject in self.subjects)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a value costs a request."""
+        return any(subject.is_asked for subject in self.subjects)
 
     def values(self, items: Sequence[Item]) -> list[float]:
         """Return the (n,) values."""
-        return self.bench.values(self.name, items)
+        if not self.is_total:
+            return self.subjects[0].values(items)
+        by_source = {subject.source.used_name: subject.values(items) for subject in self.subjects}
+        sources = [subject.source for subject in self.subjects]
+        return weighted_sum(sources, by_source, len(items), None, normalized=False)
 
     def texts(self, texts: Mapping[int, str], *, finished: bool = True) -> dict[int, float]:
         """Return the value of one text for each row."""
         items = [(row, text, finished) for row, text in texts.items()]
         return dict(zip(texts, self.values(items), strict=True))
 
-    @property
-    def rows(self) -> Sequence[Row]:
-        return self.bench.rows
-
-    @property
+    @cached_property
     def some(self) -> list[int]:
         """The first rows that have a good response, for checks with many texts."""
         return list(self.best)[:_LOOKED_AT]
+
+    @cached_property
+    def calls(self) -> tuple[list[Item], list[float], list[float]]:
+        """Texts, and the (n,) values of two equal calls."""
+        rows = self.some[:4] if self.is_asked else self.some
+        items = [
+            (i, text, True) for i in rows for text in (self.best[i], self.wrong.get(i, ""), self.best[i][:20])
+        ]
+        return items, self.subjects[0].score(items), self.subjects[0].score(items)
 
     @cached_property
     def others(self) -> dict[int, int]:
@@ -200,13 +202,17 @@ class View:
         def data_form(row: int, answer: str) -> str:
             return (self.rows[row].data_form() or "{}").format(answer)
 
-        forms: list[Callable[[int, str], str]] = [data_form]
-        forms += map(_written_as, FORMS)
+        if self.is_asked:
+            return data_form  # a judge reads all forms
+        forms = list(map(_written_as, FORMS))
+        if any(row.data_form() for row in self.rows):
+            forms.insert(0, data_form)
 
         def told_apart(form: Callable[[int, str], str]) -> int:
-            own = self.texts({i: form(i, self.answer(i)) for i in rows[:_LOOKED_AT]})
-            wrong = self.texts({i: form(i, self.answer(self.others[i])) for i in rows[:_LOOKED_AT]})
-            return sum(_number(own[i]) > _number(wrong[i]) for i in own)
+            own = [(i, form(i, self.answer(i)), True) for i in rows[:_LOOKED_AT]]
+            wrong = [(i, form(i, self.answer(self.others[i])), True) for i in rows[:_LOOKED_AT]]
+            values = [_number(value) for value in self.values([*own, *wrong])]
+            return sum(a > b for a, b in zip(values[: len(own)], values[len(own) :], strict=True))
 
         return max(forms, key=told_apart)
 
@@ -220,11 +226,13 @@ class View:
         texts: dict[int, list[str]] = {i: list(row.good[:2]) for i, row in enumerate(self.rows) if row.good}
         if self.form is not None:
             for i, row in enumerate(self.rows):
-                if row.answer:
-                    texts.setdefault(i, []).append(self.form(i, row.answer))
-        items = [(i, text, True) for i, found in texts.items() for text in found]
-        scored = dict(zip(items, self.values(items), strict=True))
-        return {i: max(found, key=lambda text: _number(scored[i, text, True])) for i, found in texts.items()}
+                if row.answer and (text := self.form(i, row.answer)) not in texts.setdefault(i, []):
+                    texts[i].append(text)
+        items = [(i, text, True) for i, found in texts.items() for text in found if len(found) > 1]
+        scored = {item: _number(value) for item, value in zip(items, self.values(items), strict=True)}
+        return {
+            i: max(found, key=lambda text: scored.get((i, text, True), 0.0)) for i, found in texts.items()
+        }
 
     @cached_property
     def best_values(self) -> dict[int, float]:
@@ -251,8 +259,9 @@ class View:
     @cached_property
     def told_apart(self) -> list[int]:
         """The rows in which the good response gets more than the wrong one."""
-        return [i for i, gap in self._gaps().items() if gap > _READS * self._range]
+        return [i for i, gap in self._gaps.items() if gap > _READS * self._range]
 
+    @cached_property
     def _gaps(self) -> dict[int, float]:
         good, wrong = self.best_values, self.wrong_values
         return {i: good[i] - value for i, value in wrong.items() if i in good}
@@ -262,7 +271,7 @@ class View:
         """Whether right responses get more than those that are right for another row, in some rows at
         least, and hardly ever less.
         """
-        worse = [i for i, gap in self._gaps().items() if gap < -_READS * self._range]
+        worse = [i for i, gap in self._gaps.items() if gap < -_READS * self._range]
         return len(self.told_apart) > max(_READS * len(self.wrong), 4 * len(worse))
 
     @cached_property
