@@ -88,7 +88,7 @@ class Subject:
     @property
     def is_grouped(self) -> bool:
         """Whether values depend on the other responses to the prompt."""
-        return isinstance(self.source, PythonReward) and self.source.needs_group
+        return isinstance(self.source, PythonReward | RemoteReward) and self.source.needs_group
 
     @property
     def is_asked(self) -> bool:

@@ -44,6 +44,10 @@ def check_sources(
         for source in sources:
             if isinstance(source, ModelReward) and model is None:
                 skipped[source.used_name] = "its model is not trained yet"
+            elif isinstance(source, LanguageModelReward) and source.compare is not None:
+                skipped[source.used_name] = (
+                    "with compare a response has no value of its own; min_agreement measures it before PPO"
+                )
             elif isinstance(source, RemoteReward | LanguageModelReward) and not ask:
                 skipped[source.used_name] = "it is asked over the network"
             else:

@@ -309,8 +309,8 @@ def _answers(config: PipelineConfig, prepared: Prepared, rows: _Rows) -> list[Re
     for number, prompt in enumerate(rows.prompts[:_SCORED]):
         given = list(own.get(prompt.prompt_id, ()))
         given += [tokens(f"The answer is {prompt.meta[name]}.") for name in fields if name in prompt.meta]
-        if others:
-            given.append(others[number % len(others)])
+        # Two, because rewards may compare the responses to a prompt.
+        given += [others[(number + at) % len(others)] for at in range(min(2, len(others)))]
         if not given:
             given = [tokens(prompt.prompt)]
         batch += [reward_input(prompt, ids, True, decode) for ids in given]

@@ -754,7 +754,9 @@ def test_a_difficulty_that_leaves_few_prompts_is_reported_and_one_that_leaves_no
 
     prepared(config(min=0.125), tmp_path / "few")
     assert re.search(r"there are 2\d prompts to train on, fewer than ppo.prompts_per_step=32", caplog.text)
-    with pytest.raises(DataError, match=r"ppo\.difficulty: none of 5\d training prompts .*correct the limits"):
+    with pytest.raises(
+        DataError, match=r"ppo\.difficulty: none of 5\d training prompts .*correct the limits"
+    ):
         prepared(config(min=0.5), tmp_path / "none")
 
 

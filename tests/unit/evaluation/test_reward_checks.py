@@ -25,6 +25,7 @@ from rlhf_core.config.rewards import (
     LanguageModelReward,
     ModelReward,
     PythonReward,
+    RemoteReward,
 )
 from rlhf_core.evaluation.reward_checks import score_card
 from rlhf_core.evaluation.reward_checks.bench import ASKED_ROWS, Card
@@ -183,3 +184,25 @@ def test_judges_get_few_rows_and_are_compared(monkeypatch: pytest.MonkeyPatch) -
     assert check_sources(judges, ROWS, encode, ask=False).skipped == dict.fromkeys(
         ("one", "two"), "it is asked over the network"
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [PYTHON.model_copy(update={"needs_group": True}), RemoteReward(urls=("http://a/v1",), needs_group=True)],
+)
+def test_values_that_depend_on_the_group_are_no_dependence_on_the_batch(
+    monkeypatch: pytest.MonkeyPatch, source: AnyReward
+) -> None:
+    def rank(samples: Sequence[RewardInput]) -> Outcome:
+        values = [float(right(each)) for each in samples]
+        return Outcome.of([value - sum(values) / len(values) for value in values])
+
+    checks = {row.check: row for row in checked(monkeypatch, rank, source).rows}
+    assert checks["batch"].result == "not measured" and "needs_group" in checks["batch"].evidence
+
+
+def test_a_judge_that_compares_is_skipped_because_it_has_no_value_for_one_response() -> None:
+    judge = LanguageModelReward(url="http://a/v1", model="m", compare="pairs", max_tokens=64)
+    card = check_sources([judge, AnswerReward()], ROWS, encode)
+    assert {row.source for row in card.rows} == {"answer"} and not card.findings
+    assert "a response has no value of its own" in card.skipped["language_model"]
