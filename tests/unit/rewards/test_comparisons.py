@@ -2,7 +2,7 @@
 
 - pairs, rankings and scores give the mean of both orders, from 0 to 1; other prompts are not in the question
 - a judge that always prefers the first answer gives ties, and its bias is a metric
-- equal responses are one text, and one response alone is not compared
+- equal responses are one text, and one response alone is not compared, but can have a grade
 - a verdict that is missing in one order counts in neither, and fails only what has no other
 - with `opponents` each response has as many comparisons, the same ones in each attempt
 - an interrupted batch asks nothing twice, and a repeated one has the same values
@@ -137,6 +137,21 @@ def test_a_reply_without_a_verdict_is_kept_if_the_step_goes_on(tmp_path: Path) -
         server.respond = prefer_longer
         # An attempt that continues after a kill gets the same rewards.
         assert score(server, tmp_path, of=samples) == found
+
+
+@pytest.mark.parametrize(
+    ("compare", "shown", "judge"),
+    [("pairs", 2, prefer_longer), ("ranking", 2, order_by_length), ("scores", 1, grade_by_length)],
+)
+def test_a_grade_is_that_of_a_response_without_its_opponent(compare: str, shown: int, judge: Any) -> None:
+    with (
+        ChatServer(judge) as server,
+        RewardComposer((source(server.url, compare=compare),)) as composer,
+    ):
+        found = composer.score(batch(p=["bbb"]), None, batch(p=["a"]))
+        texts = answers_of if compare == "pairs" else listed_answers
+        assert {len(texts(question)) for question in server.questions} == {shown}
+    assert found.total == [pytest.approx(2 / 9) if compare == "scores" else 1.0]
 
 
 @pytest.mark.parametrize(("responses", "opponents", "each"), [(8, 3, 3), (8, 4, 4), (7, 3, 4), (5, 9, 4)])
