@@ -528,7 +528,9 @@ class PPOConfig(PackedSection):
     def most_questions(self, source: LanguageModelReward) -> int:
         """Return the largest number of questions that a source asks in a step, each once."""
         rounds = 1 if self.dynamic_filtering is None else 1 + self.dynamic_filtering.max_rounds
-        return rounds * self.prompts_per_step * source.questions(self.samples_per_prompt)
+        # Of equal responses one is asked about, and an odd number of them can need more opponents.
+        of_prompt = max(source.questions(count) for count in range(1, self.samples_per_prompt + 1))
+        return rounds * self.prompts_per_step * of_prompt
 
     def _of_sampling(self) -> Iterator[str]:
         if self.by_group and self.samples_per_prompt < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from rlhf_core.config.ppo_sections import DifficultyConfig
@@ -21,7 +22,7 @@ def by_difficulty(prompts: Sequence[PromptExample], settings: DifficultyConfig) 
     unknown = 0
     for prompt in prompts:
         rate = prompt.meta.get(settings.field)
-        if isinstance(rate, bool) or not isinstance(rate, int | float):
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or math.isnan(rate):
             unknown += 1
         elif settings.min <= rate <= settings.max:
             kept.append((rate, prompt))

@@ -19,6 +19,7 @@ from rlhf_core.config.data import SETS, Limits, SetName, Source, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import Splits, build_card, card_markdown, card_warnings
 from rlhf_core.data.dataset import Split, require_answers, require_margins, write
+from rlhf_core.data.difficulty import by_difficulty
 from rlhf_core.data.examples import (
     EncodedRecord,
     Quarantine,
@@ -364,6 +365,8 @@ def _check_enough(
 def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
     """Yield warnings of too few steps of SFT, of too few prompts for the steps of PPO, for a champion, or to
     choose and judge the policy, and of too few pairs to measure the reward model. `splits` have all rows.
+
+    Raises DataError if `ppo.difficulty` leaves no prompt.
     """
     demonstrations, sft = len(splits["sft"]["train"]), config.sft
     steps = math.ceil(demonstrations / sft.batch_size) * sft.epochs
@@ -375,9 +378,16 @@ def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
             f" {steps // sft.epochs * epochs}"
         )
     count = len({item.key for item in splits["prompts"]["train"]})  # a weight makes copies
-    if config.ppo.enabled and 0 < count < config.ppo.prompts_per_step:
+    trained = count
+    if config.ppo.enabled and config.ppo.difficulty is not None:
+        # The stage `ppo`, which chooses them, comes after hours of other training.
+        rows = [item.example for item in splits["prompts"]["train"]]
+        prompts = [each for each in rows if isinstance(each, PromptExample)]
+        chosen = by_difficulty(prompts, config.ppo.difficulty)
+        trained = len({prompt.prompt_id for prompt in chosen})
+    if config.ppo.enabled and 0 < trained < config.ppo.prompts_per_step:
         yield (
-            f"there are {count} prompts to train on, fewer than ppo.prompts_per_step="
+            f"there are {trained} prompts to train on, fewer than ppo.prompts_per_step="
             f"{config.ppo.prompts_per_step}: each step has some of them several times"
         )
     held_out_prompts = len(splits["prompts"]["eval"])

@@ -7,8 +7,9 @@ must not choose the policy (`evaluation.prompts`). The seed of a response depend
 policy version and the prompt, so evaluations do not change the training, and an attempt that repeats one gets
 the same numbers.
 
-A language model with `compare` sees each response together with that of the SFT model to the same prompt, so
-its mean value is a win rate over the SFT model.
+A language model with `compare: pairs` or `ranking` sees each response together with that of the SFT model to
+the same prompt, so its mean value is a win rate over the SFT model. One with `scores` grades each alone, so
+that its grades of two versions are comparable.
 """
 
 from __future__ import annotations

@@ -93,6 +93,10 @@ class LanguageModelComparisons(LanguageModelAsker):
             texts = [samples[row].response for row in rows]
             outcomes.append(_outcome(texts, comparisons, verdicts, why))
         found = Outcome.of_groups(groups, outcomes)
+        # Only if the step ends: otherwise an attempt that repeats the step must find the same replies.
+        if found.reasons:
+            for question in why:
+                self._forget(question, self._again)
         known = [verdicts[each] for each in every if each in verdicts]
         return Outcome(found.values, found.reasons, usage | order_effects(known))
 

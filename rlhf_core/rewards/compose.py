@@ -203,8 +203,8 @@ class RewardComposer:
         `model_scores` are the (n,) scores of the reward model, normalised by its stored statistics; None
         without one. A value of it or of a rule that is not finite, such as an overflow in half precision, is
         masked (NaN), with a warning. `opponents` are other responses to the same prompts, which a language
-        model with `compare` sees together with the batch. Raises `RewardError` for failures that `on_error`
-        does not mask.
+        model with `compare: pairs` or `ranking` sees together with the batch. Raises `RewardError` for
+        failures that `on_error` does not mask.
         """
         usage: dict[str, dict[str, float]] = {}
         by_source = {}
@@ -241,7 +241,8 @@ class RewardComposer:
         name = source_name(source)
         on_error: Literal["abort", "mask"] = "mask"
         if isinstance(source, ExternalReward):
-            if isinstance(source, LanguageModelReward) and source.compare is not None:
+            # Grades of a response alone are comparable with those of the opponents when they were alone.
+            if isinstance(source, LanguageModelReward) and source.compare in ("pairs", "ranking"):
                 outcome = self._external[name]([*batch, *opponents]).first(len(batch))
             else:
                 outcome = self._external[name](batch)

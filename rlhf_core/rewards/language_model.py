@@ -123,14 +123,17 @@ class LanguageModelAsker:
         }
         return found, reasons, usage
 
-    def _reason(
-        self, question: str, repeated: str, replies: Mapping[str, ModelReply], failed: Mapping[str, str]
-    ) -> str:
-        """Return why a question has no result. If that ends the step, its replies are removed."""
+    def _forget(self, question: str, again: str) -> None:
+        """Remove the replies to a question without a result, if a response without a value ends the step."""
         # A source of weight 0 never ends the step (`RewardComposer`).
         if self._source.on_error == "abort" and self._source.weight != 0:
             self._replies.forget(question)
-            self._replies.forget(repeated)
+            self._replies.forget(f"{question}{again}")
+
+    def _reason(
+        self, question: str, repeated: str, replies: Mapping[str, ModelReply], failed: Mapping[str, str]
+    ) -> str:
+        """Return why a question has no result."""
         reason = failed.get(question) or failed.get(repeated)
         last = replies.get(repeated) or replies.get(question)
         if reason is not None or last is None:
@@ -156,9 +159,10 @@ class LanguageModelGrades(LanguageModelAsker):
         """
         scale = self._source.scale
         questions = [self._question(sample) for sample in samples]
-        grades, why, usage = self._ask(
-            questions, lambda text: grade_of(text, scale), _AGAIN.format(scale=scale)
-        )
+        again = _AGAIN.format(scale=scale)
+        grades, why, usage = self._ask(questions, lambda text: grade_of(text, scale), again)
+        for question in why:
+            self._forget(question, again)
         values, reasons = [math.nan] * len(questions), {}
         for index, question in enumerate(questions):
             if question in grades:

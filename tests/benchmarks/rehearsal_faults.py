@@ -33,7 +33,7 @@ from rlhf_core.errors import RLHFError
 from rlhf_core.ops.data_table import ROWS
 from rlhf_core.ops.plan.plan import make_plan
 from rlhf_core.ops.rehearse.rehearse import Rehearsal, rehearse
-from tests.support.chat_server import ChatServer
+from tests.support.chat_server import ChatServer, prefer_longer
 from tests.support.tiny_llama import save_tiny_llama
 
 RUN = [sys.executable, "-m", "rlhf_cli.main", "run"]
@@ -515,6 +515,19 @@ def _adapters(base: Base) -> Tree:
 
 
 _GROUPS = {"algorithm": "grpo", "samples_per_prompt": 4}
+
+
+def _comparing(base: Base) -> Tree:
+    """With prompts that no pair has."""
+    tree = base.grader(prefer_longer, compare="pairs", max_tokens=64)
+    tree["ppo"] |= _GROUPS
+    rows = [{"prompt": f"Tell me what the {place} has for visitors."} for place in _PLACES for _ in range(4)]
+    for number, row in enumerate(rows):
+        row["prompt"] += f" Number {number}."
+    tree["data"]["prompts"] = [{"path": base.write("asked.jsonl", "\n".join(map(json.dumps, rows)))}]
+    return tree
+
+
 SOUND: tuple[Case, ...] = (
     Case("PPO with a rule", Base.tree),
     Case("PPO with a reward model", _with_reward()),
@@ -534,6 +547,7 @@ SOUND: tuple[Case, ...] = (
     Case("a reward function", lambda base: base.python("return " + _EACH)),
     Case("a service", lambda base: base.service(lambda items: [float(i % 7) for i, _ in enumerate(items)])),
     Case("a grader", lambda base: base.grader(lambda question: str(1 + len(question) % 9))),
+    Case("a reward that compares", _comparing),
     Case("a judge", lambda base: base.judge("A")),
     Case("an own loss", _own_loss("return inputs.mean(-inputs.advantages_BT * inputs.logprobs_BT), {}")),
     Case("an own template", _template(TINY_TEMPLATE.replace("<|assistant|>", "<|assistant|>"))),

@@ -18,7 +18,7 @@ from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.ppo.sampling.rollouts import prompts_of_step
 from rlhf_core.types import PromptExample
 
-RATES: list[Any] = [0.5, 1, 0.25, None, 0.75, True, "0.5", 0.0]
+RATES: list[Any] = [0.5, 1, 0.25, None, 0.75, True, "0.5", 0.0, float("nan")]
 PROMPTS = [PromptExample(f"p{i}", "", (1,), {"pass_rate": rate}) for i, rate in enumerate(RATES)]
 
 
@@ -38,7 +38,7 @@ def test_easy_prompts_come_first_in_each_pass() -> None:
 
 
 def test_limits_that_no_prompt_meets_are_an_error() -> None:
-    text = r"none of 8 training prompts has pass_rate from 0\.8 to 0\.9 \(3 have no number in the field"
+    text = r"none of 9 training prompts has pass_rate from 0\.8 to 0\.9 \(4 have no number in the field"
     with pytest.raises(DataError, match=text):
         kept(min=0.8, max=0.9)
     with pytest.raises(ConfigError, match=r"min must be at most max \(0\.2\); got 0\.5"):

@@ -743,6 +743,23 @@ def test_fewer_prompts_than_a_step_takes_are_reported(
     assert re.search(r"there are \d+ prompts to train on, fewer than ppo.prompts_per_step=", caplog.text)
 
 
+def test_a_difficulty_that_leaves_few_prompts_is_reported_and_one_that_leaves_none_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [row | {"pass_rate": 0.25 * (index % 2)} for index, row in enumerate(pairs(60))]
+
+    def config(**difficulty: float) -> PipelineConfig:
+        ppo = configure(ppo={"prompts_per_step": 32, "difficulty": difficulty}).ppo
+        return files(tmp_path, rows).model_copy(update={"ppo": ppo})
+
+    prepared(config(min=0.125), tmp_path / "few")
+    assert re.search(r"there are 2\d prompts to train on, fewer than ppo.prompts_per_step=32", caplog.text)
+    with pytest.raises(
+        DataError, match=r"ppo\.difficulty: none of 5\d training prompts .*correct the limits"
+    ):
+        prepared(config(min=0.5), tmp_path / "none")
+
+
 def test_few_steps_of_sft_are_reported_with_the_epochs_that_are_enough(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

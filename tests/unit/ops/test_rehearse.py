@@ -183,8 +183,10 @@ def test_a_fault_is_named_with_field_and_fix(files: Path, tmp_path: Path, name: 
     assert any(problem.startswith(case.field) and ";" in problem for problem in problems), problems
 
 
-def test_a_sound_configuration_passes(files: Path, tmp_path: Path) -> None:
-    assert found_in(files, tmp_path / "place", SOUND[0], []) == []
+@pytest.mark.parametrize("name", ["PPO with a rule", "a reward that compares"])
+def test_a_sound_configuration_passes(files: Path, tmp_path: Path, name: str) -> None:
+    case = next(case for case in SOUND if case.name == name)
+    assert found_in(files, tmp_path / "place", case, []) == []
 
 
 def test_a_reward_may_mask_a_few_answers(files: Path, tmp_path: Path) -> None:

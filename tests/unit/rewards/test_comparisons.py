@@ -2,10 +2,10 @@
 
 - pairs, rankings and scores give the mean of both orders, from 0 to 1; other prompts are not in the question
 - a judge that always prefers the first answer gives ties, and its bias is a metric
-- equal responses are one text, and one response alone is not compared
+- equal responses are one text, and one response alone is not compared, but can have a grade
 - a verdict that is missing in one order counts in neither, and fails only what has no other
 - with `opponents` each response has as many comparisons, the same ones in each attempt
-- an interrupted batch asks nothing twice
+- an interrupted batch asks nothing twice, and a repeated one has the same values
 - the configuration names too few samples, tokens for reasons, and too many questions
 """
 
@@ -129,6 +129,31 @@ def test_a_verdict_that_is_missing_in_one_order_counts_in_neither(tmp_path: Path
         assert score(server, tmp_path, of=batch(p=["a", "bb"])).total == [0.0, 1.0], "it is asked again"
 
 
+def test_a_reply_without_a_verdict_is_kept_if_the_step_goes_on(tmp_path: Path) -> None:
+    samples = batch(p=["a", "bb", "ccc"])
+    with ChatServer(lambda q: "Hm." if answers_of(q) == ("bb", "a") else prefer_longer(q)) as server:
+        found = score(server, tmp_path, of=samples)
+        assert found.total == [0.0, 0.0, 1.0], "with on_error=abort, because each has a comparison"
+        server.respond = prefer_longer
+        # An attempt that continues after a kill gets the same rewards.
+        assert score(server, tmp_path, of=samples) == found
+
+
+@pytest.mark.parametrize(
+    ("compare", "shown", "judge"),
+    [("pairs", 2, prefer_longer), ("ranking", 2, order_by_length), ("scores", 1, grade_by_length)],
+)
+def test_a_grade_is_that_of_a_response_without_its_opponent(compare: str, shown: int, judge: Any) -> None:
+    with (
+        ChatServer(judge) as server,
+        RewardComposer((source(server.url, compare=compare),)) as composer,
+    ):
+        found = composer.score(batch(p=["bbb"]), None, batch(p=["a"]))
+        texts = answers_of if compare == "pairs" else listed_answers
+        assert {len(texts(question)) for question in server.questions} == {shown}
+    assert found.total == [pytest.approx(2 / 9) if compare == "scores" else 1.0]
+
+
 @pytest.mark.parametrize(("responses", "opponents", "each"), [(8, 3, 3), (8, 4, 4), (7, 3, 4), (5, 9, 4)])
 def test_each_response_has_as_many_opponents(responses: int, opponents: int, each: int) -> None:
     texts = [f"text {i}" for i in range(responses)]
@@ -141,6 +166,17 @@ def test_each_response_has_as_many_opponents(responses: int, opponents: int, eac
             assert set(of_text.values()) == {2 * each}, "twice, because of the two orders"
             assert len(server.requests) == source(server.url, opponents=opponents).questions(responses)
     assert asked[0] == asked[1], "they depend on the texts, and not on their order"
+
+
+def test_equal_responses_do_not_raise_the_number_of_questions_above_the_limit_of_a_step() -> None:
+    texts = [f"text {i}" for i in range(7)]
+    with ChatServer(prefer_first) as server:
+        score(server, of=batch(p=[*texts, texts[0]]), opponents=3)
+        reward = source(server.url, opponents=3)
+        config = config_from_tree(
+            {"ppo": {"samples_per_prompt": 8, "prompts_per_step": 1, "rewards": [reward.model_dump()]}}
+        )
+        assert len(server.requests) == 28 == config.ppo.most_questions(reward)
 
 
 def test_an_interrupted_batch_asks_nothing_twice(tmp_path: Path) -> None:
