@@ -50,6 +50,8 @@ REMOVED = {
     "dispatch": "leave it out",
     "logprob_gap_limit": "it is half of ppo.weight_sync.canary_tolerance; set that instead",
     "optimizer.eps": "it is 1e-8; leave it out",
+    "ppo.critic.eps": "it is 1e-8; leave it out",
+    "ppo.policy.eps": "it is 1e-8; leave it out",
     "senders": "leave it out",
     "tie_embeddings": "it is true; leave it out",
 }

@@ -305,12 +305,12 @@ FIELDS = (
     ),
     Bad(
         "the eps of an optimizer, as earlier versions had",
-        "ppo: {policy_optimizer: {eps: 1.0e-6}}\n",
-        ("ppo.policy_optimizer.eps", "is no field of this version", "it is 1e-8; leave it out"),
+        "ppo: {policy: {eps: 1.0e-6}}\n",
+        ("ppo.policy.eps", "is no field of this version", "it is 1e-8; leave it out"),
     ),
     Bad(
         "an eps that no version had",
-        "ppo: {loss: {type: ppo, eps: 0.2}}\n",
+        "ppo: {loss: {type: cispo, eps: 0.2}}\n",
         ("ppo.loss.eps", "unknown key"),
     ),
     Bad(
