@@ -85,7 +85,7 @@ class ProgressPage:
             if self._latest is not None:
                 event = self._latest
                 percent, text = describe(event)
-                failures += 1
+                taken = False
                 with view_only(f"Prefect did not take the progress of {self._stage}"):
                     if artifact is None:
                         artifact = cast(
@@ -96,7 +96,8 @@ class ProgressPage:
                         )
                     else:
                         update_progress_artifact(artifact, percent, description=text)
-                    failures -= 1
+                    taken = True
+                failures += not taken
             if self._closed.wait(self._seconds) and not self._changed.is_set():
                 return
 

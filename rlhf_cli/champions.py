@@ -202,7 +202,8 @@ def _publish(
     if target.startswith(HUB):
         repository = target.removeprefix(HUB)
         written, private = publish_to_hub(opened, repository, replace=replace)
-        written += {None: "", True: " (private)", False: " (public: everybody can read it)"}[private]
+        if private is not None:
+            written += " (private)" if private else " (public: everybody can read it)"
     elif replace:
         raise InputError("--replace: is for hub:OWNER/NAME; got a folder; leave it out")
     else:

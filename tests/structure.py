@@ -201,7 +201,7 @@ _OTHER_WORDS: dict[str, set[str]] = {
     # The algorithm `ppo`.
     "rlhf_core.config.ppo": {"ppo"},
     # What `rlhf blame` and `rlhf replay` measure of a step, and a kind of facts about a run.
-    "rlhf_cli.replay": _ROLE,
+    "rlhf_cli.look": _ROLE,
     "rlhf_core.ops.blame": _ROLE,
     "rlhf_core.ops.compare": {"data"},
     # A field of MLflow's tables.

@@ -48,12 +48,14 @@ REMOVED = {
     "allow_other_ranks": "a checkpoint of another number of ranks is converted without it; leave it out",
     "allowed_hosts": "leave it out",
     "dispatch": "leave it out",
-    "eps": "it is 1e-8; leave it out",
     "logprob_gap_limit": "it is half of ppo.weight_sync.canary_tolerance; set that instead",
+    "optimizer.eps": "it is 1e-8; leave it out",
+    "ppo.critic.eps": "it is 1e-8; leave it out",
+    "ppo.policy.eps": "it is 1e-8; leave it out",
     "senders": "leave it out",
     "tie_embeddings": "it is true; leave it out",
 }
-"""Names of fields of earlier versions, of any section, that this one has no more, and what to do."""
+"""How the names of fields of earlier versions end that this one has no more, and what to do."""
 SCHEMA_FILE = "rlhf.schema.json"
 """Name of the schema beside a configuration."""
 _NOT_JSON_SCHEMA = ("affects", "form", "within", "later", "inherits")
@@ -357,8 +359,9 @@ def unknown(path: Keys, section: Schema, variant: str | None = None) -> str:
     name = dotted(path)
     if name in RENAMED:
         return f"{name}: has another name in this version; write {RENAMED[name]}"
-    if path[-1] in REMOVED:
-        return f"{name}: is no field of this version (CHANGELOG.md says why); {REMOVED[path[-1]]}"
+    for end, fix in REMOVED.items():
+        if name.endswith(end):
+            return f"{name}: is no field of this version (CHANGELOG.md says why); {fix}"
     kind = "loss" if path[:2] == ("ppo", "loss") else "reward"
     owner = f" for a {kind} of type {variant}" if variant else ""
     return f"{name}: unknown key{owner}; {did_you_mean(str(path[-1]), section, path[:-1])}"

@@ -167,8 +167,11 @@ def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     A flow can itself be in a job of Slurm. A job that it submits would inherit that job's `SLURM_` variables,
     and `srun` takes options from them, such as the binding to cores of a small job.
     """
-    of_a_job = {name for name in variables if name.startswith(("SLURM_", *_FILTERS))}
-    return {name: value for name, value in variables.items() if name not in of_a_job - _OF_THE_USER}
+    kept = {}
+    for name, value in variables.items():
+        if name in _OF_THE_USER or not name.startswith(("SLURM_", *_FILTERS)):
+            kept[name] = value
+    return kept
 
 
 def _status(line: str) -> JobStatus:

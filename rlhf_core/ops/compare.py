@@ -171,7 +171,7 @@ def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
         elif name.startswith("schema."):
             code[f"version of the stage {name.removeprefix('schema.')}"] = value
     versions: dict[str, set[str]] = defaultdict(set)
-    for stage in filter(run.stages.__contains__, STAGES):
+    for stage in (each for each in STAGES if each in run.stages):
         for name, value in run.stages[stage].get("metrics", {}).items():
             if name.startswith("data/"):
                 data[name.removeprefix("data/")] = value

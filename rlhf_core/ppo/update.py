@@ -355,7 +355,8 @@ def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) 
         steps: Optimizer steps.
         tokens: Response tokens of all ranks and steps.
     """
-    sums = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in sorted(set[str]().union(*ranks))}
+    names = sorted({name for rank in ranks for name in rank})
+    sums = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in names}
     # Norms and skipped steps are those of the whole gradient, so every rank has counted the same.
     skipped = sums.get("skipped", 0.0) / len(ranks)
     metrics = {
@@ -442,7 +443,13 @@ def plan_exchange(batch: RolloutBatch, used: Sequence[Indices], ranks: int) -> l
     exchanges = []
     for rank, (rows, order) in enumerate(zip(arriving, orders, strict=True)):
         from_first = order - (ends[rank] - len(order))  # counted from the first row that this rank gets
-        lengths = prompt_lengths_B[rows], batch.lengths_B[rows]
-        counted = counts[rank], counts[:, rank].copy()
-        exchanges.append(Exchange(send_rows[rank], *counted, *lengths, from_first))
+        exchange = Exchange(
+            send_rows[rank],
+            counts[rank],
+            counts[:, rank].copy(),
+            prompt_lengths_B[rows],
+            batch.lengths_B[rows],
+            from_first,
+        )
+        exchanges.append(exchange)
     return exchanges

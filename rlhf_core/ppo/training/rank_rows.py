@@ -178,8 +178,8 @@ def critic_samples(
     rows = list(zip(prompts, responses, columns, strict=True))
     samples = []
     for prompt, response, (old, target) in exchanged(rows, exchange, rank, 2):
-        ids = tuple(prompt.tolist()), tuple(response.tolist())
-        samples.append(TrainSample(*ids, old_values=old, returns=target))
+        sample = TrainSample(tuple(prompt.tolist()), tuple(response.tolist()), old_values=old, returns=target)
+        samples.append(sample)
     return samples
 
 

@@ -304,6 +304,16 @@ FIELDS = (
         ("sft.deepspeed.allow_other_ranks", "is no field of this version", "is converted without it"),
     ),
     Bad(
+        "the eps of an optimizer, as earlier versions had",
+        "ppo: {policy: {eps: 1.0e-6}}\n",
+        ("ppo.policy.eps", "is no field of this version", "it is 1e-8; leave it out"),
+    ),
+    Bad(
+        "an eps that no version had",
+        "ppo: {loss: {type: cispo, eps: 0.2}}\n",
+        ("ppo.loss.eps", "unknown key"),
+    ),
+    Bad(
         "a queue of prompts, as earlier versions had",
         "ppo: {engine: {dispatch: queue}}\n",
         ("ppo.engine.dispatch", "is no field of this version", "leave it out"),

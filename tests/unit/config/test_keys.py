@@ -5,7 +5,7 @@
 - what is read from outside counts by content: a folder can be moved, and changes in it are noticed
 - keys that users choose, such as those of `rename`, are part of the stage key under any name
 - a registration belongs to one registry
-- settings that affect rounding only are recorded for a checkpoint
+- settings that affect rounding only are recorded for a checkpoint, among them the ranks of each trained model
 - a field that was added later is in a key only where it has another value than its default
 - the keys of existing configurations are the pinned ones; only `version` of a stage may change them
 - `device: auto` has the key of the device that it resolves to
@@ -301,6 +301,14 @@ def test_roundings_are_the_rounding_settings_of_the_stage() -> None:
         name.startswith("ppo") for name in names["sft"]
     )
     assert {"ppo.micro_batch_tokens", "ppo.engine.max_num_seqs", "ppo.reward_ranks"} <= names["ppo"]
+
+
+def test_a_checkpoint_notes_the_ranks_of_every_model_that_its_stage_trains() -> None:
+    config = config_from_tree({"ppo": {"policy_deepspeed": {"ranks": 2}}}, "test")
+    noted = rounding_settings(config, "ppo")
+    assert (noted["ppo.policy_deepspeed.ranks"], noted["ppo.critic_deepspeed.ranks"]) == ("2", "1")
+    for stage, section in {"sft": "sft", "dpo": "dpo", "reward": "reward", "judge": "reward"}.items():
+        assert rounding_settings(config, stage)[f"{section}.deepspeed.ranks"] == "1"
 
 
 def test_stages_that_do_not_read_the_judges_settings_record_none_of_them() -> None:
