@@ -307,7 +307,8 @@ def test_a_checkpoint_notes_the_ranks_of_every_model_that_its_stage_trains() -> 
     config = config_from_tree({"ppo": {"policy_deepspeed": {"ranks": 2}}}, "test")
     noted = rounding_settings(config, "ppo")
     assert (noted["ppo.policy_deepspeed.ranks"], noted["ppo.critic_deepspeed.ranks"]) == ("2", "1")
-    for stage, section in {"sft": "sft", "dpo": "dpo", "reward": "reward", "judge": "reward"}.items():
+    sections: dict[StageName, str] = {"sft": "sft", "dpo": "dpo", "reward": "reward", "judge": "reward"}
+    for stage, section in sections.items():
         assert rounding_settings(config, stage)[f"{section}.deepspeed.ranks"] == "1"
 
 
