@@ -96,7 +96,7 @@ def _fails(view: View) -> str | None:
     if not (failures := subject.failures):
         return None
     found = failures[0]
-    if not (subject.has_hung or subject.is_grouped):
+    if not (subject.has_hung or subject.ended or subject.is_grouped):
         # A failure counts for the part of a batch in which no single cause was found.
         found = next((each for each in failures[:_ALONE] if subject.call([each[0]]).reasons), found)
     sample, reason = found

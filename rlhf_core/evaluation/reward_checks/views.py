@@ -2,7 +2,7 @@
 
     rows, sources -> Subject: scores each (row, text) once -> View of a source or of the sum -> CHECKS -> Card
 
-A source that gives no answer in time is not called again.
+A source that gives no answer in time, or ends a run, is not called again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from functools import cached_property
 from typing import Literal
 
 from rlhf_core.config.rewards import AnyReward, LanguageModelReward, PythonReward, RemoteReward
+from rlhf_core.errors import RLHFError
 from rlhf_core.evaluation.reward_checks.material import FORMS, Row, sample
 from rlhf_core.rewards.compose import weighted_sum
-from rlhf_core.rewards.failures import Call
+from rlhf_core.rewards.failures import Call, Outcome
 from rlhf_core.types import RewardInput
 
 TOTAL = "total"
@@ -89,6 +90,8 @@ class Subject:
     encode: Callable[[str], Sequence[int]]
     failures: list[tuple[RewardInput, str]] = field(default_factory=list)
     _values: dict[Item, float] = field(default_factory=dict)
+    ended: bool = False
+    """Whether a call ended with an error that would end a run."""
 
     @property
     def is_grouped(self) -> bool:
@@ -120,10 +123,16 @@ class Subject:
         values: list[float] = []
         for start in range(0, len(samples), _CALL):
             part = samples[start : start + _CALL]
-            if self.has_hung:
+            if self.has_hung or self.ended:
                 values += [math.nan] * len(part)
                 continue
-            outcome = self.call(part)
+            try:
+                outcome = self.call(part)
+            except RLHFError as error:
+                self.ended = True
+                outcome = Outcome(
+                    [math.nan] * len(part), reasons=dict.fromkeys(range(len(part)), error.message)
+                )
             self.failures += [(part[index], reason) for index, reason in outcome.reasons.items()]
             values += outcome.values
         return values

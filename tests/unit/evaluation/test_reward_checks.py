@@ -26,6 +26,7 @@ from rlhf_core.config.rewards import (
     ModelReward,
     PythonReward,
 )
+from rlhf_core.errors import InputError
 from rlhf_core.evaluation.reward_checks import checks, score_card
 from rlhf_core.evaluation.reward_checks.material import Row
 from rlhf_core.evaluation.reward_checks.score_card import check_sources
@@ -85,7 +86,7 @@ def test_a_sound_verifier_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     "reason", ["it raised ValueError: no number (mine.py:3)", "it gave no answer within 3 s"]
 )
 def test_a_failure_is_shown_with_its_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    calls = []
+    calls: list[int] = []
 
     def call(samples: Sequence[RewardInput]) -> Outcome:
         calls.append(samples)
@@ -233,3 +234,18 @@ def test_without_good_responses_no_check_passes(monkeypatch: pytest.MonkeyPatch)
 def test_without_responses_an_answer_is_marked_before_text_is_put_beside_it() -> None:
     rows = [Row(row.prompt, answer=row.answer) for row in ROWS[:4]]
     assert check_sources([AnswerReward()], rows, encode).findings == []
+
+
+def test_a_source_that_would_end_a_run_is_a_finding_and_not_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+
+    def broken(samples: Sequence[RewardInput]) -> Outcome:
+        calls.append(len(samples))
+        raise InputError("the function fails for each response: KeyError: 'gold' (own.py:2)")
+
+    card = checked(monkeypatch, broken)
+    [found] = [row for row in card.findings if row.check == "fails"]
+    assert "KeyError: 'gold' (own.py:2)" in found.evidence
+    assert len(calls) == 1
