@@ -238,7 +238,9 @@ class Pages:
 @cache
 def _templates() -> Environment:
     templates = environment().overlay(loader=PackageLoader("rlhf_core.ops.inspect", package_path=""))
-    templates.filters.update(value=_value, lowest=queries.lowest, column=_column)
+    # An overlay shares the filters of the report, which has another `column`.
+    own = {"value": _value, "lowest": queries.lowest, "column": _column}
+    templates.filters = {**templates.filters, **own}
     return templates
 
 

@@ -71,6 +71,13 @@ def prompts_of_step(count: int, per_step: int, seed: int, step: int, *, shuffled
 
     The steps go through one permutation of all `count` prompts after another, or through 0..count-1 again and
     again.
+
+    Args:
+        count: Number of prompts.
+        per_step: Prompts of a step.
+        seed: Seed of the permutations.
+        step: 1-based.
+        shuffled: Whether the order is a permutation.
     """
     indices = []
     start = (step - 1) * per_step

@@ -37,6 +37,7 @@ TESTED_BY = {
     "benchmarks/ppo_iteration_bare": "unit/benchmarks/test_iteration_programs.py",
     "benchmarks/ppo_iteration_trl": "unit/benchmarks/test_iteration_programs.py",
     "benchmarks/promotion": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/rehearsal_faults": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/rollout": "integration/test_iteration_on_ray.py",
     "benchmarks/throughput": "integration/test_training_programs.py",
     "benchmarks/utilisation": "integration/test_training_programs.py",

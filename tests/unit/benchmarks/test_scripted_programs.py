@@ -27,6 +27,7 @@ from tests.benchmarks import (
     growth,
     inspect_record,
     promotion,
+    rehearsal_faults,
 )
 
 
@@ -149,6 +150,15 @@ def test_a_case_of_the_controller_is_a_line_of_json(
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["responses"], found["tokens"], found["waiting"]) == (2, 32, 16, 0.5)
     assert found["calls"] > 0 and found["references"] > 0 and found["pickled_mb"] > 0
+
+
+def test_a_planted_fault_is_named_and_a_sound_configuration_passes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the program, which would leave it set
+    assert rehearsal_faults.main(["--only", "needs a field", "adapters of a hub model"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 1 faults named, 1 of 1 sound configurations pass" in shown
 
 
 def test_a_bad_reward_is_flagged_and_a_sound_one_passes(

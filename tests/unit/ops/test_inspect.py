@@ -51,8 +51,9 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import RecordConfig, RecordLevel
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
+from rlhf_core.evaluation.report import environment
 from rlhf_core.ops.finished_run import find_run, newest_run
-from rlhf_core.ops.inspect.pages import Pages, tokens_of
+from rlhf_core.ops.inspect.pages import Pages, _templates, tokens_of
 from rlhf_core.ops.inspect.queries import grid, lowest, pairs, parting, steps
 from rlhf_core.ops.inspect.recorded import clip_range, recorded_runs
 from rlhf_core.ops.inspect.rollouts import CLIPPED, GUARDS, ClipRange, Filter, Key, RecordedRun, Rollouts
@@ -533,3 +534,9 @@ def test_the_newest_run_is_the_one_that_finished_last(tmp_path: Path) -> None:
             json.dumps({"state": "finished", "updated": updated})
         )
     assert newest_run(str(tmp_path)).endswith("runs/b/summary.json")
+
+
+def test_its_pages_leave_the_filters_of_the_report_as_they_are() -> None:
+    before = dict(environment().filters)
+    assert _templates().filters["column"] is not before["column"]
+    assert environment().filters == before

@@ -98,7 +98,8 @@ def test_the_questions_of_a_reward_are_given() -> None:
 
     assert "reward language_model: at most 128 questions to m a step" in described()
     assert "at most 896 questions" in described(compare="pairs")
-    assert "at most 384 questions" in described(compare="pairs", opponents=3)
+    # If two of 8 responses are equal, each of the 7 needs 4 opponents: 16 prompts, 14 pairs, both orders.
+    assert "at most 448 questions" in described(compare="pairs", opponents=3)
     text = "at most 32 questions to m a step, with replies of at most 256 tokens; 320 questions in all"
     assert text in described(compare="ranking")
     assert "at most 192 questions" in described({"dynamic_filtering": {"max_rounds": 5}}, compare="ranking")
