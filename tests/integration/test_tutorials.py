@@ -24,7 +24,10 @@ QUESTIONS = [f"Tom has {a} apples and buys {b}. How many has he?" for a in range
 
 
 def commands(page: str) -> Iterator[tuple[list[str], int]]:
-    """Yield the words of each `rlhf` command of a page, and its exit code: 2 if its comment is "refused"."""
+    """Yield the words of each `rlhf` command of a page, and its exit code: 2 if its comment is "refused".
+
+    Commands about a `RUN` that the reader names are left out.
+    """
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
@@ -33,7 +36,7 @@ def commands(page: str) -> Iterator[tuple[list[str], int]]:
             if "#" in rest:
                 at = rest.index("#")
                 words, comment = rest[:at], " ".join(rest[at + 1 :])
-            if command == ".venv/bin/rlhf" and not comment.startswith("the whole run"):
+            if command == ".venv/bin/rlhf" and not comment.startswith("the whole run") and "RUN" not in words:
                 yield words, 2 if comment.startswith("refused") else 0
 
 
