@@ -82,15 +82,13 @@ class LanguageModelComparisons(LanguageModelAsker):
         Raises `RewardError` if no retry can help: a wrong key or model.
         """
         groups = groups_of(samples)
-        by_group: list[list[Comparison]] = []
-        for rows in groups:
-            texts = [samples[row].response for row in rows]
-            by_group.append(self._comparisons(samples[rows[0]].prompt, texts))
+        prompts = [samples[rows[0]].prompt for rows in groups]
+        responses = [[samples[row].response for row in rows] for rows in groups]
+        by_group = list(map(self._comparisons, prompts, responses))
         every = list(itertools.chain.from_iterable(by_group))
         verdicts, why, usage = self._verdicts(every)
         outcomes = []
-        for rows, comparisons in zip(groups, by_group, strict=True):
-            texts = [samples[row].response for row in rows]
+        for texts, comparisons in zip(responses, by_group, strict=True):
             outcomes.append(_outcome(texts, comparisons, verdicts, why))
         found = Outcome.of_groups(groups, outcomes)
         # Only if the step ends: otherwise an attempt that repeats the step must find the same replies.
@@ -104,11 +102,9 @@ class LanguageModelComparisons(LanguageModelAsker):
         """Return what the model is asked about the responses to one prompt."""
         texts = list(dict.fromkeys(responses))
         count = len(texts)
-        if self._source.compare == "scores":
-            return [self._comparison(prompt, texts)]
-        if count == 1:
+        if count == 1 and self._source.compare != "scores":
             return []
-        if self._source.compare == "ranking":
+        if self._source.compare != "pairs":
             return [self._comparison(prompt, texts)]
         # The order of the texts decides nothing else, so they are sorted for the seed.
         texts.sort()

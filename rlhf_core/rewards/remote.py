@@ -146,10 +146,11 @@ class RemoteService:
 
         Raises `RewardError` if no retry can help: a wrong token or path.
         """
-        size = self._source.items_per_request
-        parts = [list(range(len(samples)))[start : start + size] for start in range(0, len(samples), size)]
         if self._source.needs_group:
             parts = groups_of(samples)
+        else:
+            rows, size = range(len(samples)), self._source.items_per_request
+            parts = [list(rows[start : start + size]) for start in range(0, len(samples), size)]
         batches = [[samples[row] for row in rows] for rows in parts]
         with request_threads(self._source.concurrency * len(self._source.urls)) as threads:
             # `map` keeps the order of the parts, whichever answer comes first.

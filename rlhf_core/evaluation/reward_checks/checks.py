@@ -60,8 +60,8 @@ class Check:
 
 
 def _require_values(view: View) -> None:
-    if any(subject.has_hung for subject in view.subjects):
-        raise NotMeasured("it gave no answer in time")
+    if any(subject.ended for subject in view.subjects):
+        raise NotMeasured("it is not called after what `fails` says")
     if not view.best:
         raise NotMeasured("no prompt has a chosen response or a reference answer")
 
@@ -96,7 +96,7 @@ def _fails(view: View) -> str | None:
     if not (failures := subject.failures):
         return None
     found = failures[0]
-    if not (subject.has_hung or subject.ended or subject.is_grouped):
+    if not (subject.ended or subject.is_grouped):
         # A failure counts for the part of a batch in which no single cause was found.
         found = next((each for each in failures[:_ALONE] if subject.call([each[0]]).reasons), found)
     sample, reason = found

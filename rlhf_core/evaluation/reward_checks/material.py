@@ -87,6 +87,11 @@ class Row:
     answer: str | None = None
     """The reference answer, without what is written around it."""
 
+    @property
+    def right(self) -> str:
+        """The reference answer, or else a good response; "" without both."""
+        return self.answer or next(iter(self.good), "")
+
     def data_form(self) -> str | None:
         """Return the first good response as a form of `FORMS`; None if the answer is not in it."""
         text = self.good[0] if self.good else ""
@@ -124,9 +129,8 @@ def rows_of(
     name = _answer_field(prompts, sources)
     rows = []
     for prompt in sorted(by_id.values(), key=lambda prompt: prompt.prompt_id not in texts)[:count]:
-        good, bad = (
-            zip(*texts.get(prompt.prompt_id, ()), strict=True) if prompt.prompt_id in texts else ((), ())
-        )
+        own = texts.get(prompt.prompt_id)
+        good, bad = zip(*own, strict=True) if own else ((), ())
         answers = gold_answers(field_value(prompt.meta, name)) if name else ()
         rows.append(Row(prompt, good, bad, answers[0] if answers else None))
     return rows

@@ -91,7 +91,7 @@ class Subject:
     failures: list[tuple[RewardInput, str]] = field(default_factory=list)
     _values: dict[Item, float] = field(default_factory=dict)
     ended: bool = False
-    """Whether a call ended with an error that would end a run."""
+    """Whether a call gave no answer in time, or an error that would end a run. No other one is made."""
 
     @property
     def is_grouped(self) -> bool:
@@ -104,11 +104,6 @@ class Subject:
     def is_asked(self) -> bool:
         """Whether a value costs a request."""
         return isinstance(self.source, RemoteReward | LanguageModelReward)
-
-    @property
-    def has_hung(self) -> bool:
-        """Whether a call gave no answer in time."""
-        return any("no answer within" in reason for _, reason in self.failures)
 
     def values(self, items: Sequence[Item]) -> list[float]:
         """Return the (n,) values; those that are known are not asked for again, except with a group."""
@@ -123,7 +118,7 @@ class Subject:
         values: list[float] = []
         for start in range(0, len(samples), _CALL):
             part = samples[start : start + _CALL]
-            if self.has_hung or self.ended:
+            if self.ended:
                 values += [math.nan] * len(part)
                 continue
             try:
@@ -134,6 +129,7 @@ class Subject:
                     [math.nan] * len(part), reasons=dict.fromkeys(range(len(part)), error.message)
                 )
             self.failures += [(part[index], reason) for index, reason in outcome.reasons.items()]
+            self.ended |= any("no answer within" in reason for reason in outcome.reasons.values())
             values += outcome.values
         return values
 
@@ -191,7 +187,7 @@ class View:
     @cached_property
     def others(self) -> dict[int, int]:
         """For each row with an answer, or else with a good response, one that differs there."""
-        content = {i: row.answer or (row.good[0] if row.good else None) for i, row in enumerate(self.rows)}
+        content = {i: row.right for i, row in enumerate(self.rows)}
         known = [i for i, text in content.items() if text]
         pairs = {}
         for place, i in enumerate(known):

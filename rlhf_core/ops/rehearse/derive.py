@@ -288,16 +288,16 @@ class Derivation:
 
 def _first_and_longest(source: Source, config: PipelineConfig) -> Iterator[str]:
     """Yield the first rows of a source and its longest ones, in their order. First ones may be bad."""
-    rows = enumerate(islice(read_rows(source, config.store), _SEARCHED))
-    texts = (
-        (number, " ".join(row.text.split()) if isinstance(row, BadRow) else _json(row.data))
-        for number, row in rows
-        if number < ROWS or not isinstance(row, BadRow)
-    )
+    texts = _texts(source, config)
     first = list(islice(texts, ROWS))
     longest = heapq.nlargest(LONGEST, texts, key=lambda each: len(each[1]))
     yield from (text for _, text in (*first, *sorted(longest)))
 
 
-def _json(data: Any) -> str:
-    return json.dumps(data, ensure_ascii=False)
+def _texts(source: Source, config: PipelineConfig) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of each row, without bad ones among those that are not the first."""
+    for number, row in enumerate(islice(read_rows(source, config.store), _SEARCHED)):
+        if not isinstance(row, BadRow):
+            yield number, json.dumps(row.data, ensure_ascii=False)
+        elif number < ROWS:
+            yield number, " ".join(row.text.split())

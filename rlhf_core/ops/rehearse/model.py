@@ -95,4 +95,5 @@ def _fixes_head(config: Any) -> bool:
 
 def _with_every_kind(kinds: list[str] | None) -> int:
     """Return the number of layers from the first on that have one of each kind."""
-    return max((kinds.index(kind) + 1 for kind in set(kinds)), default=0) if kinds else 0
+    kinds = kinds or []
+    return max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)

@@ -86,7 +86,7 @@ def test_a_sound_verifier_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     "reason", ["it raised ValueError: no number (mine.py:3)", "it gave no answer within 3 s"]
 )
 def test_a_failure_is_shown_with_its_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    calls: list[int] = []
+    calls: list[Sequence[RewardInput]] = []
 
     def call(samples: Sequence[RewardInput]) -> Outcome:
         calls.append(samples)
