@@ -90,7 +90,7 @@ def _show(found: Rehearsal, config: str, passed: str, console: Console) -> None:
     _table(console, ("", "rlhf plan", "seen"), [(what, *both) for what, both in found.plan.items()])
     step = [(name, f"{value:.4g}") for name, value in found.first_step.items()]
     _table(console, ("first step of PPO", "value"), step)
-    console.print(f"the same with smaller numbers: {', '.join(smaller)}", markup=False)
+    console.print(f"other settings of the rehearsal: {', '.join(smaller)}", markup=False)
 
 
 def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

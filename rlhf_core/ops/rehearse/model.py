@@ -68,7 +68,7 @@ def _make_small(config: Any) -> None:
     if not _fixes_head(config):
         head = min(head, _HEAD)
     layers = config.num_hidden_layers
-    kept = min(layers, max(2, _with_every_kind(getattr(config, "layer_types", None))))
+    kept = min(layers, max(2, _with_every_kind(getattr(config, "layer_types", None) or [])))
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == layers:
             setattr(config, name, value[:kept])  # one entry for each layer
@@ -93,7 +93,6 @@ def _fixes_head(config: Any) -> bool:
     return any(isinstance(value, list) for value in rope.values())
 
 
-def _with_every_kind(kinds: list[str] | None) -> int:
+def _with_every_kind(kinds: list[str]) -> int:
     """Return the number of layers from the first on that have one of each kind."""
-    kinds = kinds or []
     return max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)

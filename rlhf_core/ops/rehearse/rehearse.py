@@ -22,6 +22,7 @@ import yaml
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import tracking_uri
 from rlhf_core.config.load import load_config
+from rlhf_core.config.rewards import ModelReward
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError, RLHFError
 from rlhf_core.ops.data_table import ROWS as PLANNED_ROWS
 from rlhf_core.ops.finished_run import find_run, newest_run
@@ -163,8 +164,9 @@ def _check(found: Rehearsal, config: PipelineConfig, given: PipelineConfig, plac
     _collect(found, "rows, template, special tokens", checks.check_rows(config, prepared), counts)
     own = ", ".join(each.function for each in functions_of_ppo(config).values())
     _collect(found, "functions of users with random numbers", checks.check_functions(config), own)
-    sources = ", ".join(source.used_name for source in config.ppo.rewards)
-    _collect(found, "rewards on answers of the rows", checks.check_rewards(config, prepared), sources)
+    # The reward model is not trained yet; the run scores with it.
+    scored = ", ".join(each.used_name for each in config.ppo.rewards if not isinstance(each, ModelReward))
+    _collect(found, "rewards on answers of the rows", checks.check_rewards(config, prepared), scored)
     judge = given.evaluate.language_model
     if judge is not None:
         _collect(found, "judge: a verdict on one pair", checks.check_judge(judge), judge.name)

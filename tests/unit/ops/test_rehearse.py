@@ -228,3 +228,9 @@ def test_a_run_that_fails_or_hangs_is_reported(
     problems = found_in(files, tmp_path / "place", SOUND[0], run, seconds)
     assert len(problems) == 1
     assert problems[0].startswith(said)
+
+
+def test_the_checks_do_not_claim_to_score_with_a_model_that_is_not_trained(tmp_path: Path) -> None:
+    rewards = 'ppo.rewards=[{"type": "model"}, {"type": "repetition"}]'
+    found = rehearse("tests/assets/tiny.yaml", [rewards], tmp_path, [])
+    assert found.exercised["rewards on answers of the rows"] == "repetition"
