@@ -336,7 +336,7 @@ def _blame(
 
 
 def _print_lost_items(run: FinishedRun, name: str, top: int) -> int:
-    from rlhf_core.ops.blamed_rows import lost_items
+    from rlhf_core.ops.blame import lost_items
 
     items, count = lost_items(run, name)
     print(printable(f"{name}: the policy lost {len(items)} of {count} items against the SFT model"))
@@ -349,7 +349,7 @@ def _print_lost_items(run: FinishedRun, name: str, top: int) -> int:
 
 
 def _print_rows(run: FinishedRun, stage: Literal["sft", "reward", "judge", "dpo"], step: int) -> int:
-    from rlhf_core.ops.blamed_rows import trained_rows
+    from rlhf_core.ops.blame import trained_rows
 
     rows = trained_rows(run, stage, step)
     print(

@@ -18,7 +18,7 @@ from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import InputError
-from rlhf_core.ops.blamed_rows import lost_items, trained_rows
+from rlhf_core.ops.blame import lost_items, trained_rows
 from rlhf_core.ops.finished_run import FinishedRun, find_run
 from rlhf_core.pipeline import StageName
 from rlhf_core.record.writer import AnswerRecord
