@@ -92,7 +92,7 @@ def _inspect(
         port: Port on this machine; 0 takes any that is free.
     """
     from rlhf_core.ops.finished_run import find_run, newest_run
-    from rlhf_core.ops.inspect.recorded import recorded_runs
+    from rlhf_core.ops.inspect.rollouts import recorded_runs
 
     if step is not None and export is None:
         raise InputError(f"--step: got {step} without --export; give a file, or choose the step on the page")

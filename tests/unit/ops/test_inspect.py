@@ -55,8 +55,17 @@ from rlhf_core.evaluation.report import environment
 from rlhf_core.ops.finished_run import find_run, newest_run
 from rlhf_core.ops.inspect.pages import Pages, _templates, tokens_of
 from rlhf_core.ops.inspect.queries import grid, lowest, pairs, parting, steps
-from rlhf_core.ops.inspect.recorded import clip_range, recorded_runs
-from rlhf_core.ops.inspect.rollouts import CLIPPED, GUARDS, ClipRange, Filter, Key, RecordedRun, Rollouts
+from rlhf_core.ops.inspect.rollouts import (
+    CLIPPED,
+    GUARDS,
+    ClipRange,
+    Filter,
+    Key,
+    RecordedRun,
+    Rollouts,
+    clip_range,
+    recorded_runs,
+)
 from rlhf_core.ops.inspect.server import export, make_app
 from rlhf_core.pipeline import StageName
 from rlhf_core.record.schema import schema_of
