@@ -37,7 +37,7 @@ from rlhf_core.data.tokenizer import load_decoder, load_tokenizer
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import FinishedRun
-from rlhf_core.ops.ranks import share_below
+from rlhf_core.ops.inspect.queries import share_below
 from rlhf_core.ops.serve_reward import locate
 from rlhf_core.ops.tables import Table
 from rlhf_core.pipeline import StageName

@@ -8,7 +8,19 @@ from itertools import pairwise
 from typing import Any
 
 from rlhf_core.ops.inspect.rollouts import Filter, Rollouts, Row, quoted
-from rlhf_core.ops.ranks import share_below
+
+
+def share_below(column: str) -> str:
+    """Return the expression of the share of all rows that have a smaller value. Of the rows with the same
+    value, half count, so that it is (r - 0.5) / n with the mean rank r of ties, as in Spearman's correlation.
+
+    >>> import duckdb
+    >>> duckdb.sql(f"SELECT {share_below('x')} FROM (VALUES (1), (2), (2), (3)) t(x) ORDER BY x").fetchall()
+    [(0.125,), (0.5,), (0.5,), (0.875,)]
+    """
+    window = f"OVER (ORDER BY {column})"
+    return f"(rank() {window} - 1 + cume_dist() {window} * count(*) OVER ()) / (2 * count(*) OVER ())"
+
 
 _MOST_STEPS = 100
 _BINS = 8
