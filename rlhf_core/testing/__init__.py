@@ -34,8 +34,13 @@ The context managers `scripted_engines`, `scripted_trainers` and `scripted_ranks
 package until they end. The other fakes are arguments.
 """
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlhf_core.rewards.python_worker import as_floats
 from rlhf_core.run.local_context import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
-from rlhf_core.testing.rewards import reward_input, run_reward
+from rlhf_core.types import RewardInput
 
 __all__ = [
     "FolderCheckpoints",
@@ -45,3 +50,48 @@ __all__ = [
     "run_reward",
     "stage_context",
 ]
+
+
+def reward_input(
+    prompt: str,
+    response: str,
+    *,
+    finished: bool = True,
+    meta: Mapping[str, Any] | None = None,
+    prompt_id: str = "",
+) -> RewardInput:
+    """Return what a reward source gets for one response.
+
+    The token ids are the UTF-8 bytes of the texts.
+
+    Args:
+        prompt: Text of the prompt.
+        response: Text of the response.
+        finished: False for a response that was cut at the length limit.
+        meta: Further fields of the data row, for example `answer`.
+        prompt_id: Id of the prompt. The default is the text of the prompt.
+    """
+    return RewardInput(
+        prompt_id=prompt_id or prompt,
+        prompt=prompt,
+        response=response,
+        prompt_ids=tuple(prompt.encode()),
+        response_ids=tuple(response.encode()),
+        finished=finished,
+        meta=dict(meta or {}),
+    )
+
+
+def run_reward(function: Callable[[list[RewardInput]], Any], samples: Sequence[RewardInput]) -> list[float]:
+    """Call a reward function and check its result as a reward of type `python` does.
+
+    Unlike a real run, the function is called in this process and without a time limit.
+
+    Raises:
+        ValueError: The function did not return one finite number for each sample.
+    """
+    values = as_floats(function(list(samples)), len(samples))
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            raise ValueError(f"it returned {value} for response {index}, but a finite number is needed")
+    return values
