@@ -3,7 +3,9 @@
     held-out pairs  ->  agreement with people  -- below the limit -->  the stage fails
     answers of two policies  ->  questions in both orders  ->  replies kept before?  ->  model  ->  win rate
 
-The model is run here (`local_judge`) or at an address (`rewards.chat_service`).
+The model is at an address (`rewards.chat_service`), or in a folder, where the engines of the
+evaluation run it (`evaluate.engines`). There it may only generate the tokens of the letters A, B and C, so
+that every reply is a verdict.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
-"""`rlhf blame`: the responses behind a spike of a step of PPO, by the record.
+"""`rlhf blame`: the responses behind a spike of a step of PPO, the rows of a step of another stage, or
+the items of a regression set that the policy lost.
 
     share of a response = how far it is above the mean of the steps before, as a part of that of all such
                           responses of the step; below the mean if the mean of the step fell
 
-Only the record is read. Losses of single tokens are not recorded: `loss` is the size of the advantages, which
-is that of the policy's loss and gradient before the first update of the step, and `value` the squared error
-of the critic before its update. Both follow from the scores, values and log-probabilities, as in training
+Of PPO, only the record is read. Losses of single tokens are not recorded: `loss` is the size of the
+advantages, which is that of the policy's loss and gradient before the first update of the step, and `value`
+the squared error of the critic before its update. Both follow from the scores, values and log-probabilities, as in training
 (`ppo.training.experience`).
+
+The rows of a step of another stage are a function of the seed and the step (`rows_of_step` in
+`rlhf_core.stages.training`). Their losses are not recorded, and the weights of the step are gone: checkpoints
+of a finished stage are deleted.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@ it.
 
 Every method can raise any exception of MLflow, requests or SQLAlchemy. `Tracking` logs a warning and
 continues; for the registry it is an error.
+
+Requests have a limit on their total time and on the size of the answer (`BoundedAdapter`). The library
+requests only limits the time between two reads. A server could block a request forever by sending one byte at
+a time, endless headers, or `Retry-After: 3600`. An endless body could use all memory.
 """
 
 from __future__ import annotations
