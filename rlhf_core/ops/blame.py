@@ -6,8 +6,8 @@ the items of a regression set that the policy lost.
 
 Of PPO, only the record is read. Losses of single tokens are not recorded: `loss` is the size of the
 advantages, which is that of the policy's loss and gradient before the first update of the step, and `value`
-the squared error of the critic before its update. Both follow from the scores, values and log-probabilities, as in training
-(`ppo.training.experience`).
+the squared error of the critic before its update. Both follow from the scores, values and log-probabilities,
+as in training (`ppo.training.experience`).
 
 The rows of a step of another stage are a function of the seed and the step (`rows_of_step` in
 `rlhf_core.stages.training`). Their losses are not recorded, and the weights of the step are gone: checkpoints
