@@ -23,7 +23,7 @@ from urllib3.connection import HTTPConnection
 
 from rlhf_cli.app import Stopped
 from rlhf_core.errors import InfrastructureError
-from rlhf_core.tracking import mlflow_client
+from rlhf_core.tracking import bounded_http
 from rlhf_core.tracking.champions import registered_models
 from rlhf_core.tracking.mlflow_client import Mlflow, UnusableAnswer
 from rlhf_core.tracking.tracker import Tracking
@@ -183,7 +183,7 @@ def test_an_answer_that_does_not_end_is_not_kept_in_memory(
 def test_a_file_is_given_the_time_that_its_size_needs(server: Callable[[Serve], str]) -> None:
     from requests import Request, Session
 
-    adapter = mlflow_client.BoundedAdapter()
+    adapter = bounded_http.BoundedAdapter()
     small, large = (
         Session().prepare_request(Request("PUT", "http://h", data=b"x" * size)) for size in (1, 5_000_000)
     )
