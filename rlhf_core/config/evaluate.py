@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 from pydantic import field_validator
 
-from rlhf_core.config.address import url_problem
 from rlhf_core.config.base import (
     BATCH,
     RANKS,
@@ -31,6 +30,7 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import AnyReward, ChatServiceConfig, ModelReward
+from rlhf_core.config.server_url import url_problem
 
 
 class LanguageModelConfig(ChatServiceConfig):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import regex
 from pydantic import Field, field_validator
 
-from rlhf_core.config.address import url_problem
 from rlhf_core.config.base import (
     PAUSE,
     TRIES,
@@ -29,6 +28,7 @@ from rlhf_core.config.base import (
     result,
 )
 from rlhf_core.config.redact import is_secret_variable, shown
+from rlhf_core.config.server_url import url_problem
 
 _FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
 """A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""
