@@ -4,8 +4,6 @@
 part of the pipeline: preflight, stage keys, the data stage and the loading of models. `base_of` says which
 model from outside the pipeline a stage reads: that of `model.path`, `reward.judge.path` or
 `ppo.teacher.path`.
-
-Addresses of servers that are asked over HTTP, as well: reward services, judges, MLflow and S3.
 """
 
 from __future__ import annotations
