@@ -190,7 +190,7 @@ def _count_chosen(chosen: str, present: int) -> int:
 
 _THIS = Machine()
 MACHINE: ContextVar[Machine] = ContextVar("machine")
-"""The machine that checks, plans and keys are for, if it is not this one: see `rlhf_core.testing.machine`."""
+"""The machine that checks, plans and keys are for, if it is not this one, as in tests."""
 
 
 def machine() -> Machine:

@@ -22,8 +22,8 @@ _random = random.Random()
 class Clock:
     """The monotonic clock of this machine, as an argument of code that reads the time and waits.
 
-    Tests use `rlhf_core.testing.machine.ManualClock`. Code that only reads the time takes a function such as
-    `time.monotonic`.
+    Tests use `tests.support.scripted_machine.ManualClock`. Code that only reads the time takes a function
+    such as `time.monotonic`.
     """
 
     def monotonic(self) -> float:

@@ -33,9 +33,9 @@ from rlhf_core.planning.check import check_devices, check_disk
 from rlhf_core.preflight import check, check_environment
 from rlhf_core.rewards.check import module_file
 from rlhf_core.system.machine import Disk
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.model_folder import model_folder
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 from tests.support.users import as_unprivileged_user
 
 ROW = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'

@@ -25,7 +25,7 @@ from rlhf_cli import main as cli
 from rlhf_cli.main import exit_code, main
 from rlhf_core.run.checks import load_and_check
 from rlhf_core.testing import stage_context
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 NOT_FOR_USERS = ("Traceback", "pydantic", "input_value", "<class", "object at 0x", "NoneType", "\x1b", "\0")
 SECONDS = 5.0

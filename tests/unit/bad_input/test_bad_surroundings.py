@@ -18,7 +18,7 @@ import pytest
 
 from rlhf_cli import main as cli
 from rlhf_core.executors.environment import past_proxies
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 from tests.unit.bad_input.bad_inputs import Bad, Command, outside
 
 BARE = "run: {seed: 1}\n"

@@ -26,7 +26,7 @@ from rlhf_cli.app import Stopped, app, with_home
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError, WorkerDied
 from rlhf_core.system.machine import Disk
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 from tests.support.users import as_unprivileged_user
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -17,7 +17,7 @@ import pytest
 from rlhf_core.cluster.rpc import Actor, GpuSample, GpuSampler, ParticipantSpec, rpc
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.system.heartbeat import unregister
-from rlhf_core.testing.machine import ScriptedGpu
+from tests.support.scripted_machine import ScriptedGpu
 
 SAMPLES = [GpuSample(0.25, 0.5), GpuSample(0.75, 0.875), GpuSample(1.0, 0.625)]
 

@@ -35,13 +35,13 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import held
 from rlhf_core.system.machine import Disk
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
-from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
 from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Elsewhere, bucket, two_nodes
+from tests.support.scripted_machine import ScriptedMachine, on_machine
+from tests.support.scripted_store import ScriptedStore
 
 ZERO_3 = [
     "policy/latest",

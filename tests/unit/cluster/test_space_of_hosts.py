@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.cluster.disk_space import Space, bytes_below, space_of, space_problem
 from rlhf_core.system.machine import Disk
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 
 def fill(file: Path, size: int) -> Path:

@@ -15,8 +15,8 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import with_demo_data
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 RULE: dict[str, Any] = {"type": "relevance"}
 GROUPS = {"algorithm": "rloo", "samples_per_prompt": 4}

@@ -26,8 +26,8 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, is_section, locate, variants
 from rlhf_core.config.pipeline import ResourcesConfig
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data, with_demo_data
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 
 def set_version(monkeypatch: pytest.MonkeyPatch, stage: StageName, version: int) -> None:

@@ -19,7 +19,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import ConfigError
 from rlhf_core.ops.plan.plan import make_plan
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 TRAINED = ("sft.deepspeed", "reward.deepspeed", "ppo.policy_deepspeed", "ppo.critic_deepspeed", "ppo.engine")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlhf_core.engines.distributed import lacks_nccl, training_backend
 from rlhf_core.ppo.fleet.fleet import Fleet
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 Torch = Literal["cpu", "cuda", "rocm"]
 

@@ -25,9 +25,9 @@ from rlhf_core.executors.job_files import JobFiles, delete_jobs
 from rlhf_core.executors.remote import _Reporter
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
-from rlhf_core.testing.machine import ManualClock
-from rlhf_core.testing.store import ScriptedStore
 from tests.support.followed_jobs import add_events
+from tests.support.scripted_machine import ManualClock
+from tests.support.scripted_store import ScriptedStore
 
 KEY = "0" * 16
 

@@ -21,7 +21,7 @@ from rlhf_core.executors.events import error_event
 from rlhf_core.executors.job_files import LOG_BYTES, JobFiles
 from rlhf_core.executors.remote import _Reporter
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.store import ScriptedStore
+from tests.support.scripted_store import ScriptedStore
 
 KEY = "0" * 16
 

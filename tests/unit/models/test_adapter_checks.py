@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rlhf_core.models.check import check_adapters
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data as config_from_tree
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 
 def _problems(*overrides: str, **tree: Any) -> list[str]:

@@ -23,7 +23,7 @@ from rlhf_core.models.batching import TokenSequence, collate
 from rlhf_core.models.policy import load_policy
 from rlhf_core.models.saving import save_model
 from rlhf_core.models.weights import dequantized, loading_options, shape
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 from tests.support.weight_streams import stream_of
 
 LOADING: Any = {"dtype": "float32", "attention": "eager", "device": "cpu"}

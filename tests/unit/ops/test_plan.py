@@ -28,9 +28,9 @@ from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.memory import Model
 from rlhf_core.planning.search import with_changes
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, MISTRAL_7B, config, eight_b
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 TOYS = Hardware(8, Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11))
 

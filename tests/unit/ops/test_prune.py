@@ -40,12 +40,12 @@ from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId, RecordedProcess
 from rlhf_core.system.waiting import Clock
-from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.tracking.champions import promote, rollback
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.types import ArtifactRef
 from tests.support.claims import claim
 from tests.support.old_runs import MODEL, WITH_WEIGHTS, OldRuns, key_of, names
+from tests.support.scripted_store import ScriptedStore
 
 
 @pytest.fixture

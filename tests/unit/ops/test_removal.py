@@ -30,9 +30,9 @@ from rlhf_core.storage.inventory import (
 )
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
-from rlhf_core.testing.store import ScriptedStore
 from tests.support.claims import claim
 from tests.support.old_runs import OldRuns, key_of, names
+from tests.support.scripted_store import ScriptedStore
 
 SFT = ArtifactName("sft", key_of("old", "sft"))
 HOME = Home.of("unused")
@@ -129,7 +129,7 @@ from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.inventory import read_inventory
 from rlhf_core.ops.prune import remove
 from rlhf_core.system.home import Home
-from rlhf_core.testing.store import ScriptedStore
+from tests.support.scripted_store import ScriptedStore
 
 store = ScriptedStore(Path(sys.argv[1]))
 [artifact] = [each for each in read_inventory(store).artifacts if each.name.stage == "sft"]

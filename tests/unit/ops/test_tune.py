@@ -31,8 +31,8 @@ from rlhf_core.ops.tune import Trial, Tuned, candidates, tune
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.storage.artifacts import Provenance
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from rlhf_core.types import ArtifactRef, StageContext
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 LIMITS = Limits(prompt=20, response=30, text=40, new=30)
 PHASES = ("rollout", "scoring", "training", "sync")

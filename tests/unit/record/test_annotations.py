@@ -23,9 +23,9 @@ from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.inventory import ArtifactName, read_artifact
 from rlhf_core.system.home import Home
-from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
 from tests.support.old_runs import OldRuns, key_of
+from tests.support.scripted_store import ScriptedStore
 
 DOCS = Path(__file__).resolve().parents[3] / "docs/record.md"
 PPO = ArtifactName("ppo", key_of("run", "ppo"))

@@ -13,8 +13,8 @@ from rlhf_core.config.load import load_config
 from rlhf_core.errors import InputError
 from rlhf_core.ops.api import run_pipeline
 from rlhf_core.pipeline import StageName
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.demo_data import YAML
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 
 def message_of(run: Callable[[], object]) -> str:

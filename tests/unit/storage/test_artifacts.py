@@ -24,10 +24,10 @@ from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef
 from tests.support.claims import claim
 from tests.support.corruption import forged
+from tests.support.scripted_store import ScriptedStore
 
 KEY = "0123456789abcdef"
 

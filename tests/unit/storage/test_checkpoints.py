@@ -26,10 +26,10 @@ from typing_extensions import override
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreError, Superseded
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.store import ScriptedStore
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
 from tests.support.corruption import forged, set_versions
+from tests.support.scripted_store import ScriptedStore
 
 KEY = "stage0"
 

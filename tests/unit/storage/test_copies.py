@@ -15,8 +15,8 @@ from rlhf_core.errors import CorruptArtifact
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.bundles import Manifest
-from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import ArtifactRef, artifact_prefix
+from tests.support.scripted_store import ScriptedStore
 
 KEY = "0123456789abcdef"
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 50, "no.safetensors": b""}

@@ -28,8 +28,8 @@ from rlhf_core.errors import StageHeld
 from rlhf_core.storage.fencing import LeaseTimes, acquire, renewed
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.testing.machine import ManualClock
 from tests.support.claims import claim
+from tests.support.scripted_machine import ManualClock
 
 KEY = "0123456789abcdef"
 

@@ -20,8 +20,8 @@ import pytest
 from rlhf_core.storage.fencing import Claim, LeaseTimes, acquire, claim_next, observe, renewed
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.testing.machine import ManualClock
 from tests.support.claims import claim
+from tests.support.scripted_machine import ManualClock
 
 KEYS = [f"{number:016x}" for number in range(4)]
 

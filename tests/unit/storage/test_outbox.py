@@ -24,9 +24,9 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Fence
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.store import ScriptedStore
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
+from tests.support.scripted_store import ScriptedStore
 
 
 @pytest.fixture

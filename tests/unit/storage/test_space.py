@@ -23,9 +23,9 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.system import files
 from rlhf_core.system.machine import Disk
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
 from tests.support.checkpoints import keep
 from tests.support.file_systems import without_hard_links
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 
 @pytest.fixture

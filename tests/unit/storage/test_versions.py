@@ -17,7 +17,7 @@ import pytest
 from rlhf_core.storage import checkpoints
 from rlhf_core.storage import versions as versions_module
 from rlhf_core.storage.versions import gpu_versions, versions
-from rlhf_core.testing.machine import ScriptedMachine
+from tests.support.scripted_machine import ScriptedMachine
 
 ROOT = Path(__file__).parents[3]
 

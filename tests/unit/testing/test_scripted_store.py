@@ -14,8 +14,8 @@ import pytest
 
 from rlhf_core.errors import StoreError
 from rlhf_core.storage.store import Store
-from rlhf_core.testing.machine import ManualClock
-from rlhf_core.testing.store import ScriptedStore, StoreCall
+from tests.support.scripted_machine import ManualClock
+from tests.support.scripted_store import ScriptedStore, StoreCall
 
 
 def test_only_the_chosen_call_fails_and_changes_nothing(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from rlhf_core.evaluation import match
 from rlhf_core.evaluation.match import MatchSkipped
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.testing.engines import ScriptedEngine
-from rlhf_core.testing.store import ScriptedStore
 from rlhf_core.types import PairExample, PromptExample, SFTExample, StageContext
 from tests.support.match_models import (
     BAD,
@@ -33,6 +32,7 @@ from tests.support.match_models import (
     data_of_run,
     least,
 )
+from tests.support.scripted_store import ScriptedStore
 
 
 def test_training_prompts_of_the_champion_are_left_out(

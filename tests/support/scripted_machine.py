@@ -1,7 +1,7 @@
 """Another machine than this one, for tests of checks, plans and keys that depend on GPUs or packages; its
 clock, and the figures of its GPU.
 
-from rlhf_core.testing.machine import ScriptedMachine, on_machine
+from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 with on_machine(ScriptedMachine(gpus=["NVIDIA H100 80GB HBM3"] * 8)):
     assert config_from_tree({}).sft.deepspeed.dtype == "bfloat16"

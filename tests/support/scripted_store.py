@@ -1,7 +1,7 @@
 """A store that fails, pauses or is overtaken by another process at chosen operations.
 
     from rlhf_core.errors import StoreError
-    from rlhf_core.testing.store import ScriptedStore
+    from tests.support.scripted_store import ScriptedStore
 
     store = ScriptedStore(tmp_path / "store")
     store.before("put_file", StoreError("503"), call=3)  # the third file is not stored
