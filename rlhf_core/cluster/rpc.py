@@ -269,7 +269,7 @@ class GpuSampler:
 class RayObjects:
     """The results of calls, in Ray.
 
-    `tests.support.scripted_cluster.LocalObjects` holds them in the process of a test.
+    `rlhf_core.testing.cluster.LocalObjects` holds them in the process of a test.
     """
 
     def now(self) -> float:

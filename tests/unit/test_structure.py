@@ -117,7 +117,7 @@ def test_public_functions_with_many_parameters_have_args() -> None:
     allowed = {
         "rlhf_core.models.attention.attend",
         "rlhf_core.models.attention.forward",
-        "tests.support.scripted_fleet.load",
+        "rlhf_core.testing.fleet.load",
     }
     source = SourceTree(ROOT)
     found = {
