@@ -266,8 +266,7 @@ def lost_items(run: FinishedRun, name: str) -> tuple[list[LostItem], int]:
             f"--regression: must be a set of evaluate.regression of {run.name}; got {name}; it has"
             f" {', '.join(sets) or 'none'}"
         )
-    artifacts, ref = run.artifact("data")
-    decode = load_decoder(artifacts.fetch(ref, weights=False)).response
+    decode = load_decoder(run.data()).response
     texts = {each.prompt_id: each.prompt for each in load_prompts(folder / "regression" / name, "eval")}
     pairs = [(by_model[_OPPONENT][prompt], row) for prompt, row in by_model[policy].items()]
     losses = np.array([before["score"] - after["score"] for before, after in pairs]).clip(0)
@@ -299,8 +298,7 @@ def trained_rows(run: FinishedRun, stage: TrainedStage, step: int) -> list[Train
     config = run.config(stage)
     sections: dict[str, Any] = {"sft": config.sft, "dpo": config.dpo, "judge": config.reward.of_judge}
     settings = sections.get(stage, config.reward)
-    artifacts, ref = run.artifact("data")
-    data = artifacts.fetch(ref, weights=False)
+    data = run.data()
     decode = load_decoder(data)
     with TemporaryDirectory(prefix="rlhf-blame-") as folder:
         work = Path(folder)

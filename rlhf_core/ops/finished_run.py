@@ -64,7 +64,7 @@ class FinishedRun:
     def data(self) -> Path:
         """Return the local folder of the data artifact. Raises InputError as `artifact`."""
         artifacts, ref = self.artifact("data")
-        return artifacts.fetch(ref)
+        return artifacts.fetch(ref, weights=False)
 
     def config(self, stage: StageName) -> PipelineConfig:
         """Return the configuration with which a stage was made.

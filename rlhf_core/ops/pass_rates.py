@@ -56,8 +56,7 @@ def write_pass_rates(
             passed.setdefault(row["prompt_id"], []).append(value >= at_least)
     if not passed:
         raise InputError(f"no response that {stage} recorded has a value in {column}; name another --column")
-    artifacts, ref = run.artifact("data")
-    data = artifacts.fetch(ref)
+    data = run.data()
     encoder = load_encoder(run.config(stage), data)
     written = []
     left_out = 0

@@ -369,26 +369,14 @@ def _row(frame: Frame) -> dict[str, float]:
 
 
 def _correlation(frame: Frame) -> float:
-    old, new = frame["old"].rank(), frame["new"].rank()
-    if old.nunique() < 2 or new.nunique() < 2:
-        return math.nan
-    return float(np.corrcoef(old, new)[0, 1])
+    return float(frame[["old", "new"]].corr(method="spearman").iloc[0, 1])
 
 
 def _within_prompts(frame: Frame) -> Sequence[float]:
     """Return the rank correlation of each prompt in a step in which both rewards differ."""
-    keys = ["step", "group"]
-    ranks = frame[keys].copy()
-    for name in ("old", "new"):
-        rank = frame.groupby(keys)[name].rank()
-        ranks[name] = rank - rank.groupby([frame[key] for key in keys]).transform("mean")
-    products = (
-        ranks.assign(both=ranks["old"] * ranks["new"], old=ranks["old"] ** 2, new=ranks["new"] ** 2)
-        .groupby(keys)[["both", "old", "new"]]
-        .sum()
-    )
-    spread = np.sqrt(products["old"] * products["new"])
-    correlations: list[float] = (products["both"][spread > 0] / spread[spread > 0]).tolist()
+    by_group = frame.groupby(["step", "group"])[["old", "new"]].corr(method="spearman")
+    # Of each group there are two rows, `old` and `new`. It is NaN where a reward is constant.
+    correlations: list[float] = by_group["new"].iloc[::2].dropna().tolist()
     return correlations
 
 

@@ -477,8 +477,7 @@ def _recorded(run: FinishedRun, kind: Kind) -> RecordedRun:
     stage = STAGE_OF_KIND[kind]
     folder, annotations = run.recorded(stage), annotations_of(*run.artifact(stage))
     if kind != "ppo":
-        artifacts, ref = run.artifact("data")
-        tokenizer = artifacts.fetch(ref, weights=False) / "tokenizer" / "tokenizer.json"
+        tokenizer = run.data() / "tokenizer" / "tokenizer.json"
         return RecordedRun(run.name, folder, annotations, tokenizer=tokenizer)
     ppo = run.config("ppo").ppo
     evaluations = {}
