@@ -15,7 +15,7 @@ from flows.notify import notify_failure, notify_result
 from flows.pages import flow_run_tags, publish_name, publish_process, publish_run, show_log_lines
 from flows.tasks import check_drift, run_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from rlhf_core.ops.parameters import DEFAULT_CONFIG, overrides_of
+from rlhf_core.config.load import DEFAULT_CONFIG, overrides_of
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
 from rlhf_core.run.checks import reuse_or_check
 from rlhf_core.run.pipeline_run import open_run

@@ -14,10 +14,10 @@ from flows.notify import notify, notify_failure
 from flows.pages import publish_process
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import PositiveInt
-from rlhf_core.config.load import load_config
+from rlhf_core.config.load import DEFAULT_CONFIG, load_config
 from rlhf_core.errors import VotesNeeded
-from rlhf_core.ops.parameters import DEFAULT_CONFIG, END_OF_ROUND, EndOfRound
 from rlhf_core.ops.rounds import pinned_rounds, round_overrides
+from rlhf_core.pipeline import END_OF_ROUND, EndOfRound
 
 
 @dataclass(frozen=True)

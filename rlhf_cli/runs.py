@@ -16,8 +16,7 @@ from rlhf_cli.app import HOME, RUNS, Config, Endpoint, HomeFolder, Overrides, Ru
 from rlhf_core.config.redact import printable
 from rlhf_core.errors import EXIT_VOTES, InputError
 from rlhf_core.logs import set_up_logging
-from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
-from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
+from rlhf_core.pipeline import END_OF_ROUND, FIRST_STAGE, LAST_STAGE, EndOfRound, StageName
 from rlhf_core.system.home import Home
 
 if TYPE_CHECKING:

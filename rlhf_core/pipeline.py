@@ -22,6 +22,10 @@ from rlhf_core.errors import InputError
 StageName = Literal[
     "data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate", "benchmark", "register"
 ]  # fmt: skip
+EndOfRound = Literal["sample", "evaluate", "register"]
+"""The stages that can be the last one of a round (`rlhf rounds`)."""
+END_OF_ROUND: EndOfRound = "register"
+"""The default."""
 
 
 class MemoryField(NamedTuple):

@@ -36,6 +36,8 @@ from rlhf_core.system.files import exists, shipped
 from rlhf_core.system.home import HOME_OF_RUNS
 from rlhf_core.system.machine import machine
 
+DEFAULT_CONFIG = "deployments/configs/demo.yaml"
+"""Of a flow that is started without one."""
 GROUP = 8
 """Samples of a prompt where an algorithm compares them, as in TRL."""
 CPU_RESPONSES = 64
@@ -75,6 +77,15 @@ def load_rewards(path: str | Path) -> tuple[AnyReward, ...]:
         )
     lines = {("ppo", *keys): line for keys, line in document.lines.items()}
     return _build(replace(document, tree={"ppo": document.tree}, lines=lines), ()).ppo.rewards
+
+
+def overrides_of(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[str]:
+    """Return `section.field=value` for each of `fields` that is not None, followed by `overrides`,
+    which win. `fields` are the parameters of the form of a flow.
+    """
+    # JSON is valid YAML, and unlike YAML's plain scalars it keeps the name "1e3" a text.
+    from_fields = [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
+    return [*from_fields, *overrides]
 
 
 def home_override(home: str) -> str:

@@ -29,8 +29,8 @@ from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import GateFailed, InputError, VotesNeeded, checking
 from rlhf_core.evaluation.measures import MEASURES, titles_of
 from rlhf_core.ops.api import run_pipeline
-from rlhf_core.ops.parameters import END_OF_ROUND, EndOfRound
 from rlhf_core.ops.review import open_review, votes_command
+from rlhf_core.pipeline import END_OF_ROUND, EndOfRound
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check
 from rlhf_core.run.references import resolve_kept
 

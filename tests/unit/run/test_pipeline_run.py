@@ -34,13 +34,12 @@ import pytest
 from mlflow import MlflowClient
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.load import load_config
+from rlhf_core.config.load import load_config, overrides_of
 from rlhf_core.data.sources import source_digests
 from rlhf_core.errors import InputError, StageFailed, StageHeld, StoreUnavailable
 from rlhf_core.evaluation.report import _PENDING
 from rlhf_core.executors.follow import JobFollower
 from rlhf_core.executors.spec import StageRecord, StageSpec
-from rlhf_core.ops.parameters import overrides_of
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.run import stage_runner
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check, reuse_or_check
