@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 
     from rlhf_core.ops.finished_run import FinishedRun
     from rlhf_core.ops.first_difference import Difference
-    from rlhf_core.pipeline import StageName
 
 Quantity = Literal["reward", "kl", "loss", "value"]
 DIFFERS = 1
 """Exit code if there is a difference, as of `diff`."""
 _YAML = (".yaml", ".yml")
+
+
+def _find(run: str, home: str, endpoint: str | None) -> FinishedRun:
+    from rlhf_core.ops.finished_run import find_run
+
+    return find_run(run, home, endpoint)
 
 
 @app.command(group=LOOK)
@@ -91,14 +96,14 @@ def _inspect(
         step: Step of --export (default: the last one).
         port: Port on this machine; 0 takes any that is free.
     """
-    from rlhf_core.ops.finished_run import find_run, newest_run
+    from rlhf_core.ops.finished_run import newest_run
     from rlhf_core.ops.inspect.rollouts import recorded_runs
 
     if step is not None and export is None:
         raise InputError(f"--step: got {step} without --export; give a file, or choose the step on the page")
     if export is not None and other is not None:
         raise InputError(f"--export: writes one run; got {other} as well")
-    found = [find_run(name, home, endpoint) for name in (run or newest_run(home), other) if name]
+    found = [_find(name, home, endpoint) for name in (run or newest_run(home), other) if name]
     kinds = recorded_runs(found)
     from rlhf_core.ops.inspect.server import export as write_step
     from rlhf_core.ops.inspect.server import serve
@@ -137,10 +142,9 @@ def _pass_rates(
         column: Column of the record with the value of a response.
         at_least: A response with this value or a higher one passes.
     """
-    from rlhf_core.ops.finished_run import find_run
     from rlhf_core.ops.pass_rates import write_pass_rates
 
-    found = write_pass_rates(find_run(run, home, endpoint), stage, column, at_least, output)
+    found = write_pass_rates(_find(run, home, endpoint), stage, column, at_least, output)
     print(printable(f"{output}: {found.rated} prompts with a pass rate, {found.unrated} without"))
     print(f"{found.useful} are neither always nor never solved")
     if found.left_out:
@@ -183,7 +187,7 @@ def _rescore(
     from rich.console import Console
 
     from rlhf_core.executors.environment import stage_environment
-    from rlhf_core.ops.finished_run import find_run
+    from rlhf_core.ops.finished_run import STAGE_OF_KIND
     from rlhf_core.system.files import write_atomic, write_json
 
     if output is not None and output.suffix not in (".html", ".json"):
@@ -192,10 +196,9 @@ def _rescore(
         raise InputError(f"--limit: must be at least 1; got {limit}")
     if kind != "ppo" and steps is not None:
         raise InputError(f"--steps: chooses steps of PPO; got {steps} with --kind {kind}; leave it out")
-    found = find_run(run, home, endpoint)
+    found = _find(run, home, endpoint)
     chosen = _numbers(steps)
-    stage: StageName = "ppo" if kind == "ppo" else "evaluate"
-    os.environ.update(stage_environment(found.config(stage)))  # read when torch is imported
+    os.environ.update(stage_environment(found.config(STAGE_OF_KIND[kind])))  # read when torch is imported
     from rlhf_core.ops.rescore import rescore, tables, verdict
     from rlhf_core.ops.tables import render, show
 
@@ -268,9 +271,7 @@ def _replay(
         step: The last step; those before it are compared as well.
         keep: Keep record and checkpoint of the replay here; a replay of a later step continues from there.
     """
-    from rlhf_core.ops.finished_run import find_run
-
-    return print_replay(find_run(run, home, endpoint), step, keep)
+    return print_replay(_find(run, home, endpoint), step, keep)
 
 
 @app.command(group=LOOK)
@@ -301,9 +302,8 @@ def _blame(
         top: Number of responses and of prompts that are shown.
     """
     from rlhf_core.ops.blame import blame
-    from rlhf_core.ops.finished_run import find_run
 
-    finished = find_run(run, home, endpoint)
+    finished = _find(run, home, endpoint)
     if regression is not None:
         if step is not None or stage is not None:
             raise InputError("--regression: is of the evaluation; leave --step and --stage out")
@@ -430,12 +430,10 @@ def _why(
     if Path(what).suffix in _YAML or len(others) > 1:
         got = " ".join([what, *others])
         raise InputError(f"--step: compares one or two finished runs; got {got}")
-    from rlhf_core.ops.finished_run import find_run
-
-    run = find_run(what, home or HOME, endpoint)
+    run = _find(what, home or HOME, endpoint)
     if not others:
         return print_replay(run, step)
-    return _print_runs(run, find_run(others[0], home or HOME, endpoint), step)
+    return _print_runs(run, _find(others[0], home or HOME, endpoint), step)
 
 
 def _print_outlooks(config: str, overrides: tuple[str, ...]) -> int:

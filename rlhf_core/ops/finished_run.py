@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -18,6 +18,15 @@ from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.system.files import read_json
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
+
+Kind = Literal["ppo", "evaluation", "match", "sample"]
+"""What has sampled recorded responses (column `kind` of the record)."""
+STAGE_OF_KIND: Mapping[Kind, StageName] = {
+    "ppo": "ppo",
+    "evaluation": "evaluate",
+    "match": "register",
+    "sample": "sample",
+}
 
 
 @dataclass(frozen=True)

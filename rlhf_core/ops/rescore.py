@@ -36,11 +36,10 @@ from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.tokenizer import load_decoder, load_tokenizer
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import InputError
-from rlhf_core.ops.finished_run import FinishedRun
+from rlhf_core.ops.finished_run import STAGE_OF_KIND, FinishedRun
 from rlhf_core.ops.inspect.queries import share_below
 from rlhf_core.ops.serve_reward import locate
 from rlhf_core.ops.tables import Table
-from rlhf_core.pipeline import StageName
 from rlhf_core.record.annotations import annotate, check_name
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.record.schema import REWARD
@@ -53,7 +52,6 @@ from rlhf_core.types import PromptExample, RewardInput
 
 WRITER = "rescore"
 RescoredKind = Literal["ppo", "evaluation"]
-STAGES_RESCORED: dict[RescoredKind, StageName] = {"ppo": "ppo", "evaluation": "evaluate"}
 _SHOWN_CHARACTERS = 200
 _DISAGREEMENTS = 5
 _ROWS = 16
@@ -111,7 +109,7 @@ def rescore(
     rewards, name = load_rewards(file), check_name(name or Path(file).stem)
     if not any(source.weight for source in rewards):
         raise InputError(f"{file}: all sources have the weight 0; leave it out")
-    stage = STAGES_RESCORED[kind]
+    stage = STAGE_OF_KIND[kind]
     against = against or ("total" if kind == "ppo" else "score")
     artifacts, ref = run.artifact(stage)
     folder = run.recorded(stage)
@@ -173,7 +171,7 @@ class StepScorer:
         model: str | None,
         opened: ExitStack,
     ) -> None:
-        stage = STAGES_RESCORED[kind]
+        stage = STAGE_OF_KIND[kind]
         config = run.config(stage)
         data = run.data()
         self._kind: RescoredKind = kind

@@ -26,8 +26,9 @@ from tokenizers.decoders import DecodeStream
 
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.report import environment
+from rlhf_core.ops.finished_run import Kind
 from rlhf_core.ops.inspect import queries
-from rlhf_core.ops.inspect.rollouts import Filter, Key, Kind, Rollouts, Row, bounded, whole
+from rlhf_core.ops.inspect.rollouts import Filter, Key, Rollouts, Row, bounded, whole
 
 STYLE = files("rlhf_core.ops.inspect").joinpath("inspect.css").read_text(encoding="utf-8")
 _PAGE = 50

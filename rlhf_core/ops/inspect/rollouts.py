@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
@@ -28,9 +28,8 @@ from tokenizers import Tokenizer
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.ppo_sections import ClippedWeightLoss, SequenceLoss
 from rlhf_core.errors import InputError
-from rlhf_core.ops.finished_run import FinishedRun
+from rlhf_core.ops.finished_run import STAGE_OF_KIND, FinishedRun, Kind
 from rlhf_core.ops.first_difference import Recording
-from rlhf_core.pipeline import StageName
 from rlhf_core.ppo.watching.guards import raised_guards
 from rlhf_core.record.annotations import annotations_of
 from rlhf_core.record.reader import RECORD, parts_of
@@ -59,8 +58,6 @@ _TEXTS = ("source", "excluded", "model", "prompt_set")
 """Columns that filters name. A kind without one has null there."""
 _DECODED_AT_ONCE = 1000
 Row = dict[str, Any]
-Kind = Literal["ppo", "evaluation", "match", "sample"]
-"""`kind` of the record."""
 
 
 @dataclass(frozen=True, order=True)
@@ -442,14 +439,6 @@ def _parts(run: RecordedRun) -> list[Path]:
 def quoted(name: str) -> str:
     """Return the name of a column for SQL."""
     return '"' + name.replace('"', '""') + '"'
-
-
-STAGE_OF_KIND: dict[Kind, StageName] = {
-    "ppo": "ppo",
-    "evaluation": "evaluate",
-    "match": "register",
-    "sample": "sample",
-}
 
 
 def recorded_runs(runs: Sequence[FinishedRun]) -> dict[Kind, list[RecordedRun]]:

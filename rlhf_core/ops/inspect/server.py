@@ -22,8 +22,9 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from rlhf_core.errors import InputError
+from rlhf_core.ops.finished_run import Kind
 from rlhf_core.ops.inspect.pages import STYLE, Pages
-from rlhf_core.ops.inspect.rollouts import Kind, RecordedRun, Rollouts
+from rlhf_core.ops.inspect.rollouts import RecordedRun, Rollouts
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.serving import OwnAddressOnly, bind
 
