@@ -68,9 +68,9 @@ def usage(command: str, config: str = "CONFIG ") -> str:
 
 def with_home(overrides: tuple[str, ...], home: str | None) -> tuple[str, ...]:
     """Return the overrides of a command with the folder that its option `--home` names, if it does."""
-    from rlhf_core.config.load import home_override
+    from rlhf_core.config.load import overrides_of
 
-    return overrides if home is None else (home_override(home), *overrides)
+    return tuple(overrides_of({"run.home": home}, overrides))
 
 
 class Stopped(BaseException):

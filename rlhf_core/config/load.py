@@ -55,9 +55,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PipelineConf
     Raises:
         ConfigError: With all problems, one per line.
     """
-    if home := os.environ.get(HOME_OF_RUNS):
-        overrides = [home_override(home), *overrides]
-    return _build(read(path), overrides)
+    home = os.environ.get(HOME_OF_RUNS) or None
+    return _build(read(path), overrides_of({"run.home": home}, overrides))
 
 
 def load_rewards(path: str | Path) -> tuple[AnyReward, ...]:
@@ -81,16 +80,11 @@ def load_rewards(path: str | Path) -> tuple[AnyReward, ...]:
 
 def overrides_of(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> list[str]:
     """Return `section.field=value` for each of `fields` that is not None, followed by `overrides`,
-    which win. `fields` are the parameters of the form of a flow.
+    which win. `fields` are for example the parameters of the form of a flow.
     """
     # JSON is valid YAML, and unlike YAML's plain scalars it keeps the name "1e3" a text.
     from_fields = [f"{field}={json.dumps(value)}" for field, value in fields.items() if value is not None]
     return [*from_fields, *overrides]
-
-
-def home_override(home: str) -> str:
-    """Return the override that sets `run.home`."""
-    return f"run.home={json.dumps(home)}"  # JSON is YAML, and keeps the name "1e3" a text
 
 
 def overridden(path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
