@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -177,7 +178,7 @@ class AnswerRecord:
             "prompt_set": sets,
             "source": [prompt.source for prompt in prompts],
             "prompt_ids": [answer.prompt_ids for answer in answers],
-            "response_ids": [answer.response_ids for answer in answers],
+            "response_ids": [np.asarray(answer.response_ids, np.int32) for answer in answers],
             "finished": [answer.finished for answer in answers],
             "seed": [self._seed(prompt.prompt_id) for prompt in prompts],
         }

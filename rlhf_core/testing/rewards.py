@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_core.rewards.python_worker import as_floats
-from rlhf_core.types import RewardInput
+from rlhf_core.types import Numbers, RewardInput
 
 
 def reward_input(
@@ -34,7 +34,7 @@ def reward_input(
         prompt=prompt,
         response=response,
         prompt_ids=tuple(prompt.encode()),
-        response_ids=tuple(response.encode()),
+        response_ids=Numbers.of(list(response.encode())),
         finished=finished,
         meta=dict(meta or {}),
     )
