@@ -69,7 +69,7 @@ def test_a_function_reads_tokens_like_a_tuple(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FUNCTION)
     samples = [reward_input("Q", "ab"), replace(reward_input("Q", ""), response_ids=(3,))]
-    function = PythonFunction(PythonReward(type="python", file=file, function="m:score"))
+    function = PythonFunction(PythonReward(type="python", file=str(file), function="m:score"))
     try:
         assert function(samples).values == [ord("a") + ord("b"), 3.0]
     finally:
