@@ -240,8 +240,8 @@ def test_the_answers_of_an_evaluation_are_scored_by_model(
     assert (by_model["sft"]["old"], by_model["dpo"]["old"]) == (0.5, 1.5)
     decode = load_decoder(run.artifact("data")[0].fetch(run.artifact("data")[1])).response
     for score, model in enumerate(("sft", "dpo")):
-        tokens = ids(RESPONSES[score])
-        values = [gold(reward_input(each, tokens, True, decode(tokens))) for each in held_out]
+        answer = ids(RESPONSES[score])
+        values = [gold(reward_input(each, answer, True, decode(answer))) for each in held_out]
         assert by_model[model]["new"] == pytest.approx(sum(values) / 2)
     printed = capsys.readouterr().out
     assert "rank correlation" in printed and "they do not part" not in printed
