@@ -1,19 +1,23 @@
 """Small frozen records that stages, processes and packages exchange.
 
-Axes: `P` prompt tokens, `T` response tokens of one sequence (ragged: plain tuples, no padding).
+Axes: `P` prompt tokens, `T` response tokens of one sequence (ragged, no padding).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar, overload
+
+from typing_extensions import override
 
 from rlhf_core.pipeline import StageName
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.stopping import StopRequest
+
+_T = TypeVar("_T", int, float)
 
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of a response to it."""
@@ -127,6 +131,66 @@ class SFTExample:
     """As in `PromptExample`; empty in artifacts of earlier versions."""
 
 
+class Numbers(Sequence[_T]):
+    """Numbers of one response: an array that cannot be written, and is read like a tuple of Python numbers.
+
+    `len`, an index, a slice, iteration, `in`, `+`, `==` and `hash` do what they do for a tuple. `np.asarray`
+    returns the array without a copy.
+
+    Args:
+        array: (T,) numpy array. It is not copied.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array.view()
+        self._array.flags.writeable = False
+
+    @staticmethod
+    def of(values: Sequence[_T], kind: Literal["int32", "float32"] = "int32") -> Numbers[_T]:
+        """Return token ids (T,), or numbers of another kind."""
+        import numpy as np
+
+        return Numbers(np.asarray(values, kind))
+
+    @override
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Numbers[_T]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> _T | Numbers[_T]:
+        found = self._array[index]
+        return Numbers(found) if isinstance(index, slice) else found.item()
+
+    @override
+    def __iter__(self) -> Iterator[_T]:
+        return iter(self._array.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self._array.astype(dtype or self._array.dtype, copy=bool(copy))
+
+    def __add__(self, other: Sequence[_T]) -> tuple[_T, ...]:
+        return tuple(self) + tuple(other)
+
+    def __radd__(self, other: Sequence[_T]) -> tuple[_T, ...]:
+        return tuple(other) + tuple(self)
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Numbers | tuple) and tuple(self) == tuple(other)
+
+    @override
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    @override
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One sampled response."""
@@ -136,9 +200,9 @@ class Rollout:
     """0 .. samples_per_prompt - 1."""
     prompt_ids: tuple[int, ...]
     """(P,)"""
-    response_ids: tuple[int, ...]
-    """(T,) tokens the policy generated, the first EOS included."""
-    rollout_logprobs: tuple[float, ...]
+    response_ids: Sequence[int]
+    """(T,) tokens the policy generated, the first EOS included; `Numbers`."""
+    rollout_logprobs: Sequence[float]
     """(T,) log-probabilities by the engine, at the sampling temperature."""
     finished: bool
     """True if the policy ended with EOS, False if the length limit cut it."""
@@ -154,8 +218,9 @@ class RewardInput:
     prompt: str
     response: str
     """Decoded without special tokens."""
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    """`Numbers`, which are read like a tuple."""
     finished: bool
     meta: Mapping[str, Any] = field(default_factory=dict)
     """`PromptExample.meta` of its prompt."""

@@ -114,6 +114,11 @@ def load_prompts(folder: Path, split: Split) -> list[PromptExample]:
     return [_prompt_example(*row) for row in _read(folder, "prompts", split, tuple(_COLUMNS["prompts"]))]
 
 
+def open_prompts(folder: Path, split: Split, work: Path) -> Rows[PromptExample]:
+    """Return the prompts like `load_prompts`, from a file in `work`, a folder of this host."""
+    return _open(folder, "prompts", split, work, _prompt_example)
+
+
 def _sft_example(ids: Sequence[int], mask: Sequence[int], source: str, group: str | None) -> SFTExample:
     return SFTExample(tuple(ids), tuple(mask), source, group or "")
 

@@ -7,25 +7,27 @@ import math
 from collections.abc import Sequence
 
 from rlhf_core.config.ppo_sections import DifficultyConfig
+from rlhf_core.data.dataset import Rows
 from rlhf_core.errors import DataError
 from rlhf_core.types import PromptExample
 
 log = logging.getLogger(__name__)
 
 
-def by_difficulty(prompts: Sequence[PromptExample], settings: DifficultyConfig) -> list[PromptExample]:
-    """Return the prompts whose pass rate is within the limits, in the order that `settings` names.
+def by_difficulty(prompts: Sequence[PromptExample], settings: DifficultyConfig) -> Rows[PromptExample]:
+    """Return the prompts whose pass rate is within the limits, in the order that `settings` names. They are
+    taken from `prompts` when they are asked for.
 
     Raises DataError if there are none.
     """
     kept = []
     unknown = 0
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         rate = prompt.meta.get(settings.field)
         if isinstance(rate, bool) or not isinstance(rate, int | float) or math.isnan(rate):
             unknown += 1
         elif settings.min <= rate <= settings.max:
-            kept.append((rate, prompt))
+            kept.append((rate, number))
     limits = f"{settings.field} from {settings.min:g} to {settings.max:g}"
     if not kept:
         raise DataError(
@@ -38,4 +40,4 @@ def by_difficulty(prompts: Sequence[PromptExample], settings: DifficultyConfig) 
     )  # fmt: skip
     if settings.order == "easy_first":
         kept.sort(key=lambda rated: -rated[0])
-    return [prompt for _, prompt in kept]
+    return Rows(len(kept), lambda index: prompts[kept[index][1]])

@@ -16,7 +16,7 @@ from rlhf_core.config.ppo_sections import EngineConfig, engine_rank
 from rlhf_core.errors import InfrastructureError, ModelError, OutOfMemory, WeightSyncError
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.types import Numbers, PromptExample, Rollout
 
 CPU_TOKENS_PER_STEP = 4096
 """Tokens per scheduler step of an engine on the CPU, if no sequence is longer. This is vLLM's default there.
@@ -280,8 +280,8 @@ def _rollouts(prompt: PromptExample, output: Any, policy_version: int) -> list[R
             prompt_id=prompt.prompt_id,
             sample_index=sample.index,
             prompt_ids=tuple(prompt.input_ids),
-            response_ids=tuple(sample.token_ids),
-            rollout_logprobs=tuple(sample.logprobs.logprobs),
+            response_ids=Numbers.of(sample.token_ids),
+            rollout_logprobs=Numbers.of(sample.logprobs.logprobs, "float32"),
             finished=sample.finish_reason == "stop",
             policy_version=policy_version,
         )

@@ -48,7 +48,7 @@ from rlhf_core.rewards.compose import RewardComposer, reward_input
 from rlhf_core.rewards.scorer import ItemError, Scorer
 from rlhf_core.storage.bundles import hash_file
 from rlhf_core.system.files import json_sha256, replacing
-from rlhf_core.types import PromptExample, RewardInput
+from rlhf_core.types import Numbers, PromptExample, RewardInput
 
 WRITER = "rescore"
 RescoredKind = Literal["ppo", "evaluation"]
@@ -219,7 +219,8 @@ class StepScorer:
         samples = []
         for row in rows.to_pylist():
             prompt = self.prompts[row["prompt_id"]]
-            samples.append(reward_input(prompt, row["response_ids"], row["finished"], self._decode))
+            response = Numbers.of(row["response_ids"])
+            samples.append(reward_input(prompt, response, row["finished"], self._decode(response)))
         return samples
 
     def _load_model(self, run: FinishedRun, config: PipelineConfig, model: str | None, data: Path) -> None:

@@ -1,6 +1,6 @@
 """Writes the record, as files of consecutive steps ("parts").
 
-    add(step)  ->  row group of the open part        {folder}/ppo-00000001.parquet   steps 1 to 10
+    add(step)  ->  row groups of the open part       {folder}/ppo-00000001.parquet   steps 1 to 10
     save       ->  the part ends; links to all       {folder}/ppo-00000011.parquet   steps 11 to 20
                    parts, in a checkpoint or in the artifact
 
@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 _BYTES = b"rlhf.bytes"
 _LAST_STEP = b"rlhf.last_step"
+_GROUP_BYTES = 2**26
+"""Approximate largest size of a row group, before compression. A step with less is one."""
 
 
 class RecordWriter:
@@ -77,7 +81,9 @@ class RecordWriter:
             return
         if self._part is None:
             self._part = _new_part(self._folder / f"{self._kind}-{step:08d}.parquet", rows.schema)
-        self._part.write_table(rows, row_group_size=max(1, len(rows)))
+        # A row group is encoded in memory, beside the rows.
+        groups = 1 + rows.nbytes // _GROUP_BYTES
+        self._part.write_table(rows, row_group_size=max(1, math.ceil(len(rows) / groups)))
         self._bytes += rows.nbytes
         self._last_step = step
 
@@ -177,7 +183,7 @@ class AnswerRecord:
             "prompt_set": sets,
             "source": [prompt.source for prompt in prompts],
             "prompt_ids": [answer.prompt_ids for answer in answers],
-            "response_ids": [answer.response_ids for answer in answers],
+            "response_ids": [np.asarray(answer.response_ids, np.int32) for answer in answers],
             "finished": [answer.finished for answer in answers],
             "seed": [self._seed(prompt.prompt_id) for prompt in prompts],
         }

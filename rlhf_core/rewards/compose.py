@@ -50,19 +50,18 @@ def reward_input(
     prompt: PromptExample,
     response_ids: Sequence[int],
     finished: bool,
-    decode: Callable[[Sequence[int]], str],
+    text: str,
 ) -> RewardInput:
     """Return the input of the reward sources for one response.
 
-    `decode` converts ids to text without special tokens and without the template's blank. It is the same in
-    training and evaluation (`Decoder.response`).
+    `text` is without special tokens and without the template's blank (`Decoder.response`).
     """
     return RewardInput(
         prompt_id=prompt.prompt_id,
         prompt=prompt.prompt,
-        response=decode(response_ids),
+        response=text,
         prompt_ids=prompt.input_ids,
-        response_ids=tuple(response_ids),
+        response_ids=response_ids,
         finished=finished,
         meta=prompt.meta,
     )
@@ -74,7 +73,8 @@ def reward_inputs(
     """Return the input of the reward sources for each response, (n,); see `reward_input`."""
     samples = []
     for prompt, rollout in zip(prompts, rollouts, strict=True):
-        samples.append(reward_input(prompt, rollout.response_ids, rollout.finished, decode))
+        ids = rollout.response_ids
+        samples.append(reward_input(prompt, ids, rollout.finished, decode(ids)))
     return samples
 
 

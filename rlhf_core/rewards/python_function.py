@@ -23,15 +23,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlhf_core.config.rewards import PythonReward, UserFunction
 from rlhf_core.errors import ConfigError, InputError, RewardError
 from rlhf_core.rewards.check import function_file
 from rlhf_core.rewards.failures import CodeError, Failure, Outcome, groups_of, score_with_retries
+from rlhf_core.rewards.python_worker import TOKEN_FIELDS
 from rlhf_core.system.processes import launch, python_module
 from rlhf_core.types import RewardInput
 
@@ -114,7 +117,8 @@ class PythonFunction:
         if self._process is None:
             self._start()
         try:
-            reply = self._exchange({"samples": list(map(asdict, samples))}, self._source.timeout)
+            request = chain([{"samples": len(samples)}], map(_record, samples))
+            reply = self._exchange(request, self._source.timeout)
             if "error" in reply:
                 raise (CodeError if reply["in_code"] else Failure)(str(reply["error"]))
         except Failure as failure:
@@ -143,7 +147,7 @@ class PythonFunction:
             code = None
             if self._code is not None:
                 code = base64.b64encode(self._code).decode()
-            reply = self._exchange({"code": code}, max(START_SECONDS, source.timeout))
+            reply = self._exchange([{"code": code}], max(START_SECONDS, source.timeout))
         except Failure as failure:
             raise RewardError(
                 f"reward {self._name}: the process for {source.function} did not start: {failure}"
@@ -157,8 +161,8 @@ class PythonFunction:
                 f"ppo.rewards.{self._name}.function must be loadable; got {name}: {reply['refused']}"
             )
 
-    def _exchange(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Send `request` and return the reply.
+    def _exchange(self, request: Iterable[dict[str, Any]], seconds: float) -> dict[str, Any]:
+        """Send the lines of `request` and return the reply.
 
         On any failure, the process is killed and `Failure` is raised.
         """
@@ -166,8 +170,9 @@ class PythonFunction:
         deadline = time.monotonic() + seconds
         line = b""
         try:
-            self._channel.settimeout(seconds)
-            self._channel.sendall(json.dumps(request).encode() + b"\n")
+            for part_of_request in request:
+                self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
+                self._channel.sendall(json.dumps(part_of_request).encode() + b"\n")
             while not line.endswith(b"\n"):
                 # Not 0: the socket would not block, and `recv` would raise BlockingIOError.
                 self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -204,3 +209,9 @@ class PythonFunction:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._channel = self._process = None
+
+
+def _record(sample: RewardInput) -> dict[str, Any]:
+    """Return a sample as JSON can have it, its tokens as base64 of int32."""
+    tokens = {name: np.asarray(getattr(sample, name), np.int32) for name in TOKEN_FIELDS}
+    return vars(sample) | {name: base64.b64encode(ids.tobytes()).decode() for name, ids in tokens.items()}

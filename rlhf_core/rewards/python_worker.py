@@ -4,7 +4,7 @@ imports it.
     parent                                      worker
     {"code": "..." or null}                ->   load the function
                                            <-   {"ready": true} or {"refused": "..."}
-    {"samples": [...]}                     ->   call it
+    {"samples": n}, and n lines            ->   call it
                                            <-   {"values": [...]} or {"error": "..."}
 
 Messages are JSON objects, one per line, over an inherited socket. Output of the function goes to the log.
@@ -25,10 +25,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.types import RewardInput
+import numpy as np
+
+from rlhf_core.types import Numbers, RewardInput
+
+TOKEN_FIELDS = ("prompt_ids", "response_ids")
+"""Fields of a sample that are sent as base64 of int32, because numbers in JSON take longer than the text."""
 
 _PARENT_CHECK = 1.0
 """Seconds between checks that the parent is alive."""
@@ -94,8 +100,8 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
     _send(channel, {"ready": True})
     shown = set[str]()  # errors whose traceback is in the log
     for line in lines:
-        request = json.loads(line)
-        samples = list(map(_sample, request["samples"]))
+        count = json.loads(line)["samples"]
+        samples = [_sample(json.loads(each)) for each in islice(lines, count)]
         try:
             reply: dict[str, Any] = {"values": as_floats(call(samples), len(samples))}
         except Exception as error:
@@ -113,8 +119,8 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
 
 
 def _sample(record: dict[str, Any]) -> RewardInput:
-    record["prompt_ids"] = tuple(record["prompt_ids"])
-    record["response_ids"] = tuple(record["response_ids"])
+    for name in TOKEN_FIELDS:
+        record[name] = Numbers(np.frombuffer(base64.b64decode(record[name]), np.int32))
     return RewardInput(**record)
 
 

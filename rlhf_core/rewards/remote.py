@@ -190,7 +190,7 @@ class RemoteService:
             "finished": sample.finished,
         }
         if self._source.send_tokens:
-            item |= {"prompt_ids": sample.prompt_ids, "response_ids": sample.response_ids}
+            item |= {"prompt_ids": list(sample.prompt_ids), "response_ids": list(sample.response_ids)}
         return item
 
 

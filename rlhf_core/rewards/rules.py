@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import regex
 
 from rlhf_core.config.rewards import (
@@ -132,7 +133,7 @@ def well_formed(sample: RewardInput) -> float:
 def token_share(source: TokenShareReward, sample: RewardInput) -> float:
     """Return the share, in [0, 1], of response token ids under `below`; 0 for an empty response."""
     ids = sample.response_ids
-    return sum(token < source.below for token in ids) / max(1, len(ids))
+    return int(np.count_nonzero(np.asarray(ids) < source.below)) / max(1, len(ids))
 
 
 _RULES: dict[type[RewardSource], Callable[[Any, RewardInput], float]] = {

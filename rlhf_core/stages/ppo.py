@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rlhf_core.config.address import base_of
 from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
-from rlhf_core.data.dataset import load_prompts, open_sft, require_answers
+from rlhf_core.data.dataset import load_prompts, open_prompts, open_sft, require_answers
 from rlhf_core.data.difficulty import by_difficulty
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
@@ -37,7 +37,7 @@ from rlhf_core.stages.reward_checks import check_rewards_of_stage
 from rlhf_core.stages.training import fetch_base, require_usable
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
-from rlhf_core.types import StageContext, StageResult, prefixed
+from rlhf_core.types import PromptExample, StageContext, StageResult, prefixed
 
 
 def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id: int) -> Fleet:
@@ -107,7 +107,7 @@ def _started(
 ) -> Iterator[PPOController]:
     """Start the fleet, and yield its controller."""
     data, ppo = context.data, config.ppo
-    prompts = load_prompts(data, "train")  # a list: `StoredRollouts` knows a prompt by its identity
+    prompts: Sequence[PromptExample] = open_prompts(data, "train", context.scratch)
     if ppo.difficulty is not None:
         prompts = by_difficulty(prompts, ppo.difficulty)
     # The stage `data` has checked the share of answers that can be reached.

@@ -38,7 +38,7 @@ from typing import Any
 
 from rlhf_core.rewards.python_worker import as_floats
 from rlhf_core.run.local_context import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
-from rlhf_core.types import RewardInput
+from rlhf_core.types import Numbers, RewardInput
 
 __all__ = [
     "FolderCheckpoints",
@@ -74,7 +74,7 @@ def reward_input(
         prompt=prompt,
         response=response,
         prompt_ids=tuple(prompt.encode()),
-        response_ids=tuple(response.encode()),
+        response_ids=Numbers.of(list(response.encode())),
         finished=finished,
         meta=dict(meta or {}),
     )

@@ -22,7 +22,7 @@ from typing_extensions import override
 from rlhf_core.engines.sync.wire import folder_checksums
 from rlhf_core.engines.vllm import Engine, SamplingOptions
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.types import PromptExample, Rollout
+from rlhf_core.types import Numbers, PromptExample, Rollout
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class ScriptedEngine(Engine):
                 request = Request(prompt, index, seed, temperature, max_new_tokens, self._model, adapter)
                 self.requests.append(request)
                 reply = self._respond(request)
-                ids = tuple(reply.token_ids)[:max_new_tokens]
+                ids = Numbers.of(reply.token_ids[:max_new_tokens])
                 rollout = Rollout(
                     prompt_id=prompt.prompt_id,
                     sample_index=index,
                     prompt_ids=tuple(prompt.input_ids),
                     response_ids=ids,
-                    rollout_logprobs=(0.0,) * len(ids),
+                    rollout_logprobs=Numbers.of([0.0] * len(ids), "float32"),
                     finished=reply.finished and len(ids) == len(reply.token_ids),
                     policy_version=policy_version,
                 )

@@ -44,7 +44,7 @@ def largest_gap(lm: Any, rollouts: list[Rollout]) -> float:
     """Between the engine's log-probabilities and those of a Hugging Face model."""
     gaps: list[float] = []
     for rollout in rollouts:
-        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
         logprobs = lm(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].float().log_softmax(-1)
         own = logprobs.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
         gaps.append((own - torch.tensor(rollout.rollout_logprobs)).abs().max().item())

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.bfloat16 import processor, products
-from tests.benchmarks.ppo_iteration import PROMPT, PROMPTS, RESPONSE, VOCABULARY
+from tests.benchmarks.ppo_iteration import operations
 from tests.support.arguments import positive
 
 CASES = {
@@ -62,21 +62,6 @@ def bare(options: list[str]) -> dict[str, Any]:
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
-
-
-def operations() -> dict[str, float]:
-    """Return the operations of the matrix products of each part with weights. Attention is not counted."""
-    layers = 4 * (4 * 256 * 256 + 3 * 256 * 688)
-    head = 256 * VOCABULARY
-    tokens, targets = PROMPTS * (PROMPT + RESPONSE), PROMPTS * RESPONSE
-    language_model = 2.0 * (layers * tokens + head * targets)
-    critic = 2.0 * layers * tokens
-    return {
-        "rollout": 2.0
-        * (layers * (tokens - PROMPTS) + head * targets),  # the last token is not computed with
-        "scoring": 2 * language_model + critic,
-        "training": 3 * (language_model + critic),  # the backward pass costs twice the forward pass
-    }
 
 
 def parts_table(rounds: list[dict[str, Any]], rate: float) -> Table:

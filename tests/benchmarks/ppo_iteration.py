@@ -5,6 +5,13 @@ prompts of 64 tokens, 64 new tokens, 4 minibatches, 1 epoch, a critic of the sam
 a rule reward: the share of token ids below 1024. Seconds are medians over the counted iterations; CPU seconds
 are of all processes. `--dtype bfloat16` computes policy, critic, reference and engines in bfloat16.
 
+Next to the CPU seconds of a part is its limit: what the part needs at least on one core of this machine, at
+the rate of matrix products and the memory bandwidth that are measured before the run. The limit is the larger
+of two: the operations of the matrix products, and the bytes that must be read and written (in the rollout all
+weights for each token of a request; in the optimizer parameters, gradients and two moments; in the sync the
+weights, once by the policy and once by each engine). Attention and activations are in none. `waiting` is the
+time in which the cores had nothing to do.
+
 Ends with `json: PATH`, a file with what the table shows.
 """
 
@@ -15,11 +22,13 @@ import json
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
@@ -27,6 +36,7 @@ from typing_extensions import override
 from rlhf_core.cluster.rpc import process_usage
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import PPOSettings
+from rlhf_core.models.linear import linear
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.rewards.compose import RewardComposer
@@ -38,6 +48,9 @@ from tests.support.tiny_llama import save_tiny_llama
 
 VOCABULARY, PROMPT, RESPONSE, PROMPTS = 2048, 64, 64, 64
 PHASES = ("rollout", "scoring", "training", "sync")
+MINIBATCHES, ENGINES, THREADS = 4, 2, 2
+LAYERS, HEAD = 4 * (4 * 256 * 256 + 3 * 256 * 688), 256 * VOCABULARY
+"""Weights of the matrices of all layers, and of the matrix that makes logits."""
 
 
 def make_model(folder: Path, positions: int = 256) -> None:
@@ -63,7 +76,7 @@ def iteration_tree(
 ) -> dict[str, Any]:
     """Return the configuration of the iterations."""
     tree = {
-        "run": {"device": "cpu", "name": "bench", "threads": 2},
+        "run": {"device": "cpu", "name": "bench", "threads": THREADS},
         "model": {"path": model},
         "data": {"max_prompt_tokens": PROMPT},
         "ppo": {
@@ -72,8 +85,8 @@ def iteration_tree(
             "prompts_per_step": PROMPTS,
             "colocate": "none",
             "max_new_tokens": RESPONSE,
-            "minibatches": 4,
-            "engine": {"count": 2, "dtype": dtype},
+            "minibatches": MINIBATCHES,
+            "engine": {"count": ENGINES, "dtype": dtype},
             "policy_deepspeed": {"dtype": dtype},
             "critic_deepspeed": {"dtype": dtype},
             "policy": {"learning_rate": 1e-5},
@@ -82,6 +95,71 @@ def iteration_tree(
         },
     }
     return with_demo_data(tree)
+
+
+def operations() -> dict[str, float]:
+    """Return the operations of the matrix products of each part with weights. Attention is not counted."""
+    tokens, targets = PROMPTS * (PROMPT + RESPONSE), PROMPTS * RESPONSE
+    language_model = 2.0 * (LAYERS * tokens + HEAD * targets)
+    critic = 2.0 * LAYERS * tokens
+    return {
+        "rollout": 2.0
+        * (LAYERS * (tokens - PROMPTS) + HEAD * targets),  # the last token is not computed with
+        "scoring": 2 * language_model + critic,
+        "training": 3 * (language_model + critic),  # the backward pass costs twice the forward pass
+    }
+
+
+def core_rates(dtype: str, device: str = "cpu") -> dict[str, float]:
+    """Return the operations and the bytes of one core, or of a GPU, in a second: of a matrix product of the
+    models' shape, and of a copy that does not fit into a cache. The fastest of seven.
+    """
+    kind: torch.dtype = getattr(torch, dtype)
+    x = torch.randn(2048, 256, device=device).to(kind)
+    weight = torch.randn(688, 256, device=device).to(kind)
+    source, target = torch.ones(2, 2**25, device=device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        product = _fastest(lambda: [linear(x, weight, None) for _ in range(8)], device) / 8
+        copy = _fastest(lambda: target.copy_(source), device)
+    finally:
+        torch.set_num_threads(threads)
+    return {"operations": 2.0 * 2048 * 256 * 688 / product, "bytes": 2.0 * 4 * 2**25 / copy}
+
+
+def _fastest(call: Callable[[], object], device: str) -> float:
+    # On CPUs without the time of other programs.
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    found = []
+    for _ in range(7):
+        started = clock()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(clock() - started)
+    return min(found)
+
+
+def limits(rates: dict[str, float], dtype: str) -> dict[str, float]:
+    """Return the least CPU seconds of each part. Those of `training` are in three parts, which are measured
+    together.
+    """
+    width = 2 if dtype == "bfloat16" else 4
+    weights = width * (LAYERS + 2 * HEAD)  # with the embedding
+    seconds = {name: count / rates["operations"] for name, count in operations().items()}
+    decoded = RESPONSE * ENGINES * width * (LAYERS + HEAD) / rates["bytes"]
+    # Both models; in float32: parameters, gradients and moments are read, all but gradients are written.
+    optimizer = MINIBATCHES * 7 * 4.0 * (2 * LAYERS + 3 * HEAD) / rates["bytes"]
+    return {
+        "rollout": max(seconds["rollout"], decoded),
+        "scoring": seconds["scoring"],
+        "training": seconds["training"] + optimizer,
+        "  forward": seconds["training"] / 3,
+        "  backward": seconds["training"] * 2 / 3,
+        "  optimizer": optimizer,
+        "sync": (1 + ENGINES) * weights / rates["bytes"],
+    }
 
 
 class MeasuredController(PPOController):
@@ -167,18 +245,29 @@ def _rollout_rate(row: dict[str, float]) -> float:
 def _table(result: dict[str, Any]) -> Table:
     iteration = result["ppo_iteration"]
     table = Table(title=f"PPO iteration, median of {iteration['iterations']}")
-    for column in ("part", "seconds", "CPU seconds"):
+    for column in ("part", "seconds", "CPU seconds", "limit", "times the limit"):
         table.add_column(column, justify="left" if column == "part" else "right")
-    rows = {**iteration["parts"], "whole": iteration}
-    for name, row in rows.items():
-        # With staleness they are not measured.
-        cpu = f"{row['cpu_seconds']:.3f}" if row["cpu_seconds"] else ""
-        table.add_row(name, f"{row['seconds']:.3f}", cpu, style="bold" if name == "whole" else "")
+    least = iteration["limits"]
+    for name in (*least, "whole"):
+        row = iteration if name == "whole" else iteration["parts"].get(name)
+        limit = sum(least.get(phase, 0.0) for phase in PHASES) if name == "whole" else least[name]
+        cells = ["", "", f"{limit:.3f}", ""]
+        if row is not None:
+            cells[0] = f"{row['seconds']:.3f}"
+            # With staleness they are not measured.
+            if row["cpu_seconds"]:
+                cells[1] = f"{row['cpu_seconds']:.3f}"
+                cells[3] = f"{row['cpu_seconds'] / limit:.1f}"
+        table.add_row(name, *cells, style="bold" if name == "whole" else "")
+    if iteration["cpu_seconds"]:
+        table.add_row("waiting", f"{max(0.0, iteration['seconds'] - iteration['cpu_seconds'] / THREADS):.3f}")
+    rates = iteration["rates"]
     gib = {name: value / 2**30 for name, value in iteration["peak_memory_bytes"].items()}
     table.caption = (
         f"{iteration['rollout_tokens_per_s']:.0f} tokens/s in the rollout, {iteration['tokens_per_s']:.0f}"
         f" over the whole; peak memory {gib['largest_process']:.2f} GiB in one process,"
-        f" {gib['all_workers']:.2f} GiB in all workers"
+        f" {gib['all_workers']:.2f} GiB in all workers; a core has"
+        f" {rates['operations'] / 1e9:.0f} GFLOP/s and {rates['bytes'] / 1e9:.1f} GB/s"
     )
     return table
 
@@ -198,8 +287,10 @@ def main(arguments: list[str] | None = None) -> None:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of models and engines"
     )
     args = parser.parse_args(arguments)
+    rates = core_rates(args.dtype)
     with tempfile.TemporaryDirectory() as folder:
         result = run(args.iterations, args.warm_up, Path(folder), args.staleness, args.dtype)
+    result["ppo_iteration"] |= {"rates": rates, "limits": limits(rates, args.dtype)}
     Console().print(_table(result))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")

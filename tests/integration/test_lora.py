@@ -70,7 +70,7 @@ def _logprobs(lm: Any, rollouts: list[Rollout]) -> list[torch.Tensor]:
     """Return the log-probabilities of each response's tokens by a Hugging Face model."""
     found = []
     for rollout in rollouts:
-        ids = torch.tensor([rollout.prompt_ids + rollout.response_ids])
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
         with torch.no_grad():
             logprobs = lm(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
         found.append(logprobs.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.comparison import BARE, operations, parts_table
+from tests.benchmarks.comparison import BARE, parts_table
+from tests.benchmarks.ppo_iteration import operations
 
 
 def test_operations_of_an_iteration_are_those_computed_by_hand() -> None:

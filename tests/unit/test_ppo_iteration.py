@@ -13,7 +13,7 @@ from rich.console import Console
 from typing_extensions import override
 
 from rlhf_core.testing import stage_context
-from tests.benchmarks.ppo_iteration import PHASES, MeasuredController, _summary, _table
+from tests.benchmarks.ppo_iteration import PHASES, MeasuredController, _summary, _table, limits
 from tests.unit.ppo.test_controller import Controller, _Experience
 
 
@@ -46,6 +46,8 @@ def test_the_summary_has_medians() -> None:
         rows.append(row | dict.fromkeys(others, seconds))
     result = _summary(rows, [2**30, 2**31])
     iteration = result["ppo_iteration"]
+    rates = {"operations": 1e9, "bytes": 1e9}
+    iteration |= {"rates": rates, "limits": limits(rates, "float32")}
     assert iteration["seconds"] == 2.0 and iteration["cpu_seconds"] == 2.0 * len(PHASES)
     assert iteration["parts"]["training"] == {"seconds": 2.0, "cpu_seconds": 2.0}
     console = Console(width=100)
@@ -53,3 +55,15 @@ def test_the_summary_has_medians() -> None:
         console.print(_table(result))
     assert "3.00 GiB in all workers" in " ".join(shown.get().split())
     assert iteration["fastest_seconds"] == pytest.approx(1.0)
+
+
+def test_the_limit_of_a_part_is_that_of_its_operations_or_of_its_bytes() -> None:
+    slow_memory = limits({"operations": 1e12, "bytes": 1e6}, "float32")
+    slow_core = limits({"operations": 1e6, "bytes": 1e12}, "float32")
+    weights = 4 * (4 * 256 * 256 + 3 * 256 * 688) + 256 * 2048
+    assert slow_memory["rollout"] == pytest.approx(64 * 2 * 4 * weights / 1e6), "of both engines"
+    assert slow_core["training"] == pytest.approx(slow_core["  forward"] * 3, rel=1e-3)
+    rest = slow_memory["training"] - 3 * slow_memory["  forward"]
+    assert slow_memory["  optimizer"] == pytest.approx(rest)
+    halved = limits({"operations": 1e12, "bytes": 1e6}, "bfloat16")
+    assert halved["sync"] == slow_memory["sync"] / 2

@@ -9,7 +9,8 @@ an actor, which decodes and scores an equal part of the batch, so that no token 
 
 Functions, services and language models have a state (processes, connections, kept replies) and the tokens of
 the stage's environment, which do not go through Ray. Their `RewardComposer` is in the controller, which then
-fetches the responses. It would wait for another process of its host in the same way.
+fetches the responses. It would wait for another process of its host in the same way. If there are other
+hosts, the actors decode the responses, and the controller gets the texts from them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Concatenate, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +30,11 @@ from rlhf_core.config.rewards import AnyReward, ExternalReward, ModelReward
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import Composer, RewardInputs, decoded
 from rlhf_core.ppo.training.batch import Indices, Places, RolloutColumns
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer, weighted_sum
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, reward_input, weighted_sum
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import PromptExample
+from rlhf_core.types import Numbers, PromptExample
+
+_T = TypeVar("_T")
 
 _CHUNKS = 64
 """Chunks that one call brings. More would fill the object store of the actor's node."""
@@ -65,6 +69,10 @@ class ResponseRows:
     model_scores: list[float] | None
     """(n,) or None; see `RewardComposer.score`."""
 
+    def responses(self, chunks: Sequence[RolloutColumns]) -> list[Numbers[int]]:
+        """Return the token ids of each response."""
+        return [Numbers(chunks[number].response(row)) for number, row in self.places]
+
 
 class RewardActor(Actor):
     """Decodes responses and scores them with rules."""
@@ -81,10 +89,17 @@ class RewardActor(Actor):
         normalized over the whole batch.
         """
         heartbeat("score", math.inf)  # each rule has a time limit of its own
-        responses = [chunks[number].response(row).tolist() for number, row in part.places]
         settings = self._settings
-        inputs = decoded(part.prompts, responses, part.finished, settings.decode, settings.threads)
+        responses = part.responses(chunks)
+        texts = decoded(responses, settings.decode, settings.threads)
+        inputs = list(map(reward_input, part.prompts, responses, part.finished.tolist(), texts))
         return self._composer.score(inputs, part.model_scores)
+
+    @rpc()
+    def texts(self, part: ResponseRows, *chunks: RolloutColumns) -> list[str]:
+        """Return the texts of some responses."""
+        heartbeat("decode", math.inf)
+        return decoded(part.responses(chunks), self._settings.decode, self._settings.threads)
 
 
 class RewardActors:
@@ -108,26 +123,60 @@ class RewardActors:
 
     def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch:
         """See `RewardComposer.score`. Raises WorkerDied if an actor has died."""
-        scoring: list[Pending[RewardBatch]] = []
-        rows_of_calls: list[list[int]] = []
-        of_actors = np.array_split(np.arange(len(batch)), len(self._actors))
-        for actor, rows_of_actor in zip(self._actors, of_actors, strict=True):
-            for rows, part, chunks in _parts(batch, rows_of_actor, model_scores):
-                scoring.append(actor.call(RewardActor.score, part, *map(as_argument, chunks)))
-                rows_of_calls.append(rows)
         by_source: dict[str, list[float]] = {}
         for source in self._settings.sources:
             by_source[source.used_name] = [math.nan] * len(batch)
-        results = self._fleet.wait(scoring, "the rewards")
-        for rows, result in zip(rows_of_calls, results, strict=True):
+        for rows, result in self._results(batch, model_scores, RewardActor.score):
             for name, values in result.by_source.items():
                 for row, value in zip(rows, values, strict=True):
                     by_source[name][row] = value
         return RewardBatch(self.total(by_source, len(batch)), by_source)
 
+    def texts(self, batch: RewardInputs) -> list[str]:
+        """Return the text of each response. Raises WorkerDied if an actor has died."""
+        texts = [""] * len(batch)
+        for rows, found in self._results(batch, None, RewardActor.texts):
+            for row, text in zip(rows, found, strict=True):
+                texts[row] = text
+        return texts
+
+    def _results(
+        self,
+        batch: RewardInputs,
+        model_scores: Sequence[float] | None,
+        method: Callable[Concatenate[RewardActor, ResponseRows, ...], _T],
+    ) -> Iterator[tuple[list[int], _T]]:
+        """Yield some responses, and what a method of an actor returns for them."""
+        calls: list[Pending[_T]] = []
+        rows_of_calls: list[list[int]] = []
+        of_actors = np.array_split(np.arange(len(batch)), len(self._actors))
+        for actor, rows_of_actor in zip(self._actors, of_actors, strict=True):
+            for rows, part, chunks in _parts(batch, rows_of_actor, model_scores):
+                calls.append(actor.call(method, part, *map(as_argument, chunks)))
+                rows_of_calls.append(rows)
+        yield from zip(rows_of_calls, self._fleet.wait(calls, "the rewards"), strict=True)
+
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
         """See `RewardComposer.total`."""
         return weighted_sum(self._settings.sources, by_source, count, self._settings.score_clip)
+
+
+class DecodedElsewhere:
+    """Scores batches with a composer of this process, whose texts are decoded on all nodes.
+
+    Args:
+        actors: Decode.
+        composer: Asks functions, services and language models.
+    """
+
+    def __init__(self, actors: RewardActors, composer: RewardComposer) -> None:
+        self._actors, self._composer = actors, composer
+        self.total = composer.total
+
+    def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch:
+        """See `RewardComposer.score`. Raises WorkerDied if an actor has died."""
+        batch.texts = self._actors.texts(batch)
+        return self._composer.score(batch, model_scores)
 
 
 def _parts(
@@ -163,4 +212,10 @@ def open_rewards(settings: RewardSettings) -> Iterator[Callable[[Fleet], Compose
         yield lambda fleet: RewardActors(fleet, settings)
         return
     with settings.composer() as composer:
-        yield lambda _fleet: composer
+
+        def of_fleet(fleet: Fleet) -> Composer:
+            if not reads_responses or len(fleet.nodes) < 2:
+                return composer
+            return DecodedElsewhere(RewardActors(fleet, replace(settings, sources=())), composer)
+
+        yield of_fleet

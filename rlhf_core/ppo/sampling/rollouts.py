@@ -22,11 +22,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Protocol, TypeVar, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config.ppo import PPOConfig
@@ -46,7 +44,7 @@ from rlhf_core.ppo.training.experience import shaped_scores, uniform_groups
 from rlhf_core.rewards.compose import RewardBatch, clipped_share, reward_input, weighted_sum
 from rlhf_core.seeds import derive_seed, permutation
 from rlhf_core.system.machine import machine
-from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput
+from rlhf_core.types import Numbers, PromptAndResponse, PromptExample, RewardInput
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +136,8 @@ class Sampling:
     """Policy version of the engines."""
     ahead: bool
     """Whether the policy is trained in the meantime, so that its weights cannot be sent again."""
+    numbers: Sequence[int] | None = None
+    """See `RolloutBatch.numbers_B`."""
     remaining: dict[int, list[Chunk]] = field(default_factory=dict)
     """Chunks of each engine that are not sampled yet."""
     calls: dict[int, Pending[RolloutHeader]] = field(default_factory=dict)
@@ -194,8 +194,9 @@ class Collector:
             version: Policy version that the engines have.
             ahead: Whether the policy is trained before `finish` is called.
         """
-        prompts = [self._prompts[i] for i in self._drawn(step)]
-        return self._start(prompts, step, 0, version, ahead=ahead)
+        numbers = self._drawn(step)
+        prompts = [self._prompts[i] for i in numbers]
+        return self._start(prompts, step, 0, version, ahead=ahead, numbers=numbers)
 
     def _drawn(self, step: int) -> list[int]:
         """Return the indices of the prompts of a step."""
@@ -228,7 +229,9 @@ class Collector:
             used += replacements
             prompts = [self._prompts[i] for i in replacements]
             # The engines still have this version: the sync comes after `finish`.
-            new = self._finish(self._start(prompts, step, round_, version, ahead=sampling.ahead))
+            new = self._finish(
+                self._start(prompts, step, round_, version, ahead=sampling.ahead, numbers=replacements)
+            )
             new.rewards = self.rewards(new)
             self._replace(batch, uniform[: len(replacements)], new)
         return batch
@@ -255,13 +258,20 @@ class Collector:
         return self._finish(self._start(prompts, step, round_, version, ahead=False))
 
     def _start(
-        self, prompts: Sequence[PromptExample], step: int, round_: int, version: int, *, ahead: bool
+        self,
+        prompts: Sequence[PromptExample],
+        step: int,
+        round_: int,
+        version: int,
+        *,
+        ahead: bool,
+        numbers: Sequence[int] | None = None,
     ) -> Sampling:
         """Let the engines sample the responses to these prompts."""
         # The index is part of the seed: a prompt that occurs twice in a step gets different responses.
         path = (step,) if round_ == 0 else (step, "round", round_)
         seeds = [derive_seed(self._seed, "rollout", *path, p.prompt_id, i) for i, p in enumerate(prompts)]
-        sampling = Sampling(step, prompts, seeds, version, ahead)
+        sampling = Sampling(step, prompts, seeds, version, ahead, numbers)
         serving = self._fleet.engines.serving
         shares = assign([len(p.input_ids) for p in prompts], len(serving))
         for engine, share in zip(serving, shares, strict=True):
@@ -325,6 +335,7 @@ class Collector:
             [p for p in sampling.prompts for _ in range(n)],
             version=sampling.version,
             seeds_B=np.repeat(np.array(sampling.seeds, np.int64), n),
+            numbers_B=None if sampling.numbers is None else np.repeat(np.array(sampling.numbers), n),
         )
 
     def _collect(self, sampling: Sampling) -> None:
@@ -373,6 +384,7 @@ class Collector:
         """Replace the given groups of `batch` by the groups of `new`, in order."""
         assert batch.rewards is not None and new.rewards is not None
         assert batch.seeds_B is not None and new.seeds_B is not None
+        assert batch.numbers_B is not None and new.numbers_B is not None
         n = self._ppo.samples_per_prompt
         batch.filtered.append(batch.take((np.array(groups)[:, None] * n + np.arange(n)).reshape(-1)))
         batch.forget_distribution()
@@ -387,6 +399,7 @@ class Collector:
             batch.finished_B[old_rows] = new.finished_B[new_rows]
             batch.prompts[old_rows] = new.prompts[new_rows]
             batch.seeds_B[old_rows] = new.seeds_B[new_rows]
+            batch.numbers_B[old_rows] = new.numbers_B[new_rows]
             for name, values in batch.rewards.by_source.items():
                 values[old_rows] = new.rewards.by_source[name][new_rows]
             batch.rewards.ensemble_std[old_rows] = new.rewards.ensemble_std[new_rows]
@@ -432,8 +445,7 @@ def read_responses(fleet: Fleet, batch: RolloutBatch, rows: Sequence[int]) -> li
     for number in sorted(rows_of_chunk):
         (columns,) = fleet.wait([batch.chunks[number]], "rollouts")
         for row in rows_of_chunk[number]:
-            response = columns.response(places[row]).tolist()
-            by_row[row] = (batch.prompts[row].input_ids, tuple(response))
+            by_row[row] = batch.prompts[row].input_ids, Numbers(columns.response(places[row]))
     return [by_row[row] for row in rows]
 
 
@@ -445,25 +457,18 @@ def read_rollout_logprobs(fleet: Fleet, batch: RolloutBatch) -> list[FloatArray]
 
 
 def decoded(
-    prompts: Sequence[PromptExample],
-    responses: Sequence[Sequence[int]],
-    finished: NDArray[np.bool_],
-    decode: Callable[[Sequence[int]], str],
-    threads: int,
-) -> list[RewardInput]:
-    """Return the input of the reward sources for each response (n,).
+    responses: Sequence[Sequence[int]], decode: Callable[[Sequence[int]], str], threads: int
+) -> list[str]:
+    """Return the texts of responses.
 
     Args:
-        prompts: (n,) prompts.
         responses: (n,) token ids.
-        finished: (n,) see `RewardInput`.
         decode: Converts token ids to text.
         threads: Limit of the threads that decode; 0: the cores of this host.
     """
     # The tokenizer releases Python's lock in its part of the work, nine tenths of it.
     with ThreadPoolExecutor(min(_DECODING_THREADS, threads or machine().cores())) as pool:
-        inputs = pool.map(reward_input, prompts, responses, finished.tolist(), repeat(decode))
-        return list(inputs)
+        return list(pool.map(decode, responses))
 
 
 class RewardInputs(Sequence[RewardInput]):
@@ -477,6 +482,8 @@ class RewardInputs(Sequence[RewardInput]):
         self._fleet = fleet
         self.batch = batch
         self._decode = decode
+        self.texts: list[str] | None = None
+        """Texts of the responses, if another process has decoded them."""
         self._inputs: list[RewardInput] | None = None
 
     def __len__(self) -> int:
@@ -495,13 +502,12 @@ class RewardInputs(Sequence[RewardInput]):
     def _all(self) -> list[RewardInput]:
         if self._inputs is None:
             batch = self.batch
-            responses = read_responses(self._fleet, batch, range(len(batch)))
-            self._inputs = decoded(
-                batch.prompts,
-                [response_ids for _, response_ids in responses],
-                batch.finished_B,
-                self._decode,
-                self._fleet.settings.run.threads,
+            found = read_responses(self._fleet, batch, range(len(batch)))
+            responses = [response_ids for _, response_ids in found]
+            if self.texts is None:
+                self.texts = decoded(responses, self._decode, self._fleet.settings.run.threads)
+            self._inputs = list(
+                map(reward_input, batch.prompts, responses, batch.finished_B.tolist(), self.texts)
             )
         return self._inputs
 

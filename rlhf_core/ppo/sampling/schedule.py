@@ -55,8 +55,6 @@ class StoredRollouts:
     def __init__(self, folder: Path, prompts: Sequence[PromptExample], fleet: Fleet) -> None:
         self._folder = folder / "rollouts"
         self._prompts = prompts
-        # By identity: prompts with the same text have the same `prompt_id`, but may differ in `meta`.
-        self._index = {id(prompt): i for i, prompt in enumerate(prompts)}
         self._fleet = fleet
 
     def write(self, step: int, batch: RolloutBatch) -> None:
@@ -72,7 +70,7 @@ class StoredRollouts:
                 "rows": part.places.rows,
                 "lengths": part.lengths_B,
                 "finished": part.finished_B,
-                "prompts": np.array([self._index[id(prompt)] for prompt in part.prompts], np.int64),
+                "prompts": part.numbers_B,
                 "seeds": part.seeds_B,
             }
             self._save(f"batch-{number}", rows)
@@ -119,6 +117,7 @@ class StoredRollouts:
                 None if rewards is None else RewardBatch(**rewards),
                 version=content["version"],
                 seeds_B=rows["seeds"],
+                numbers_B=rows["prompts"],
             )
             batches.append(batch)
         whole, *filtered = batches

@@ -147,11 +147,10 @@ def columns_of(rollouts: Sequence[Rollout], samples: int) -> RolloutColumns:
     prompts = [rollout.prompt_ids for rollout in rollouts[::samples]]
     return RolloutColumns(
         samples,
-        # Without a list of all tokens in between, which would need several times the memory.
         np.fromiter(chain.from_iterable(prompts), np.int32),
         offsets_of([len(prompt) for prompt in prompts]),
-        np.fromiter(chain.from_iterable(rollout.response_ids for rollout in rollouts), np.int32),
-        np.fromiter(chain.from_iterable(rollout.rollout_logprobs for rollout in rollouts), np.float32),
+        np.concatenate([rollout.response_ids for rollout in rollouts], dtype=np.int32),
+        joined([rollout.rollout_logprobs for rollout in rollouts]),
         offsets_of([len(rollout.response_ids) for rollout in rollouts]),
     )
 
@@ -224,6 +223,8 @@ class RolloutBatch:
     """Seed of the request of each response, the same for all samples of a prompt. None if they were not
     sampled for a step.
     """
+    numbers_B: Indices | None = None
+    """Index of each response's prompt among all prompts of the stage. None as for `seeds_B`."""
     filtered: list[RolloutBatch] = field(default_factory=list)
     """Responses that were replaced, in the order of their replacement. Their tokens are in `chunks`."""
     routes: dict[int, list[RankShare]] = field(default_factory=dict)
@@ -264,6 +265,7 @@ class RolloutBatch:
             None if self.rewards is None else self.rewards.take(rows.tolist()),
             version=self.version,
             seeds_B=None if self.seeds_B is None else self.seeds_B[rows],
+            numbers_B=None if self.numbers_B is None else self.numbers_B[rows],
         )
 
 

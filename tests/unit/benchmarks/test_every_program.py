@@ -26,6 +26,7 @@ TESTED_BY = {
     "benchmarks/comparison": "unit/benchmarks/test_iteration_programs.py",
     "benchmarks/data_scale": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/driver_scale": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/driver_tokens": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/growth": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/inspect_record": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/law_differences": "integration/test_deepspeed_laws.py",

@@ -24,6 +24,7 @@ from tests.benchmarks import (
     bad_rewards,
     data_scale,
     driver_scale,
+    driver_tokens,
     growth,
     inspect_record,
     promotion,
@@ -150,6 +151,27 @@ def test_a_case_of_the_controller_is_a_line_of_json(
     found = json.loads(capsys.readouterr().out)
     assert (found["ranks"], found["responses"], found["tokens"], found["waiting"]) == (2, 32, 16, 0.5)
     assert found["calls"] > 0 and found["references"] > 0 and found["pickled_mb"] > 0
+
+
+@pytest.mark.parametrize("part", driver_tokens.PARTS)
+def test_a_part_of_the_driver_is_measured(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    driver_tokens.main(["--case", part, "16", "64"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["cpu"] >= 0 and found["peak"] >= 0 and found["peak_of_child"] >= 0
+
+
+def test_the_parts_of_the_driver_are_those_of_a_whole_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = json.dumps({"cpu": 0.5, "peak": 1e6, "peak_of_child": 2e6})
+    monkeypatch.setattr(
+        driver_tokens, "subprocess", SimpleNamespace(run=lambda *_a, **_o: SimpleNamespace(stdout=case))
+    )
+    driver_tokens.main(["--responses", "16384", "--tokens", "2097152"])
+    rows = {(row[0], row[1]): row[2:] for row in cells(capsys.readouterr().out)}
+    assert rows["text rewards", "32768"][:3] == ["1/256", "128.00", "0.238"]
+    assert rows["function", "8192"] == ["1/64", "32.00", "0.238", "0.06", "0.1"]
+    assert rows["samples", "8192"][:3] == ["1/1", "0.50", ""]
 
 
 def test_a_planted_fault_is_named_and_a_sound_configuration_passes(

@@ -74,7 +74,7 @@ def recorded(data: Path, folder: Path) -> Path:
         rows = []
         for index in range(2 * GROUPS):
             asked, tokens = prompt((step + index // 2) % 3), ids(RESPONSES[(step + index) % 4])
-            value = gold(reward_input(asked, tokens, index % 3 != 0, decode))
+            value = gold(reward_input(asked, tokens, index % 3 != 0, decode(tokens)))
             row = {"kind": "ppo", "step": step, "index": index, "group": index // 2}
             row |= {"prompt_id": asked.prompt_id, "prompt_ids": asked.input_ids, "response_ids": tokens}
             rows.append(row | {"finished": index % 3 != 0, "reward/gold": value, "total": float(index)})
@@ -240,7 +240,8 @@ def test_the_answers_of_an_evaluation_are_scored_by_model(
     assert (by_model["sft"]["old"], by_model["dpo"]["old"]) == (0.5, 1.5)
     decode = load_decoder(run.artifact("data")[0].fetch(run.artifact("data")[1])).response
     for score, model in enumerate(("sft", "dpo")):
-        values = [gold(reward_input(each, ids(RESPONSES[score]), True, decode)) for each in held_out]
+        answer = ids(RESPONSES[score])
+        values = [gold(reward_input(each, answer, True, decode(answer))) for each in held_out]
         assert by_model[model]["new"] == pytest.approx(sum(values) / 2)
     printed = capsys.readouterr().out
     assert "rank correlation" in printed and "they do not part" not in printed

@@ -56,6 +56,7 @@ def batch_of(count: int) -> RolloutBatch:
         [PromptExample("p", "question", (1,))] * count,
         RewardBatch([0.0] * count, {"model": [0.0] * count}),
         seeds_B=numbers,
+        numbers_B=0 * numbers,
     )
 
 

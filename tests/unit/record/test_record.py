@@ -1,6 +1,7 @@
 """The record of rollouts as files.
 
 - what was written is read, also a few columns of a few steps
+- a step of many tokens has several row groups
 - an attempt that continues has each step once, with the parts of its checkpoint
 - a second attempt in the same folders begins without what the first one left there
 - from the step on that would exceed the limit nothing is recorded, also by later attempts
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rlhf_core.config.pipeline import RecordConfig, RecordLevel
@@ -67,6 +69,19 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     found = read_rollouts(folder, ["score", "response_ids"], steps=[3])
     assert found.to_pylist() == [{"score": 1.5, "response_ids": [3, 7]}] * 2
     assert read_rollouts(str(folder), ["step"], steps=[9]).num_rows == 0
+
+
+def test_a_step_of_many_tokens_is_read_from_several_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhf_core.record.writer._GROUP_BYTES", rows(1).nbytes // 2)
+    folder = recorded(tmp_path, 1, 2)
+    [part] = (folder / RECORD).iterdir()
+    assert pq.read_metadata(part).num_row_groups == 4, "one for each of two rows in two steps"
+    assert read_rollouts(folder, ["step", "index"], steps=[2]).to_pylist() == [
+        {"step": 2, "index": 0},
+        {"step": 2, "index": 1},
+    ]
 
 
 def test_an_attempt_that_continues_has_each_step_once(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def batch_with(rewards: RewardBatch | None = None) -> RolloutBatch:
         0.25,
         version=4,
         seeds_B=np.arange(8) + 2**62,
+        numbers_B=np.repeat(np.arange(4), 2),
     )
 
 
