@@ -19,7 +19,7 @@ import pytest
 
 from rlhf_core.config.rewards import PythonReward
 from rlhf_core.rewards.python_function import PythonFunction
-from rlhf_core.testing.rewards import reward_input
+from rlhf_core.testing import reward_input
 from rlhf_core.types import Numbers
 
 IDS = (7, 8, 8, 2**31 - 1)
