@@ -28,6 +28,7 @@ from tests.benchmarks import (
     inspect_record,
     promotion,
     rehearsal_faults,
+    year,
 )
 
 
@@ -84,6 +85,24 @@ def test_the_cost_of_data_is_measured_for_each_part(
     parts = {"drift": 1, "steps": 2, "encode": 3, "open": 4}
     assert [row[0] for row in rows] == [part for part, lines in parts.items() for _ in range(lines)]
     assert all(float(row[2].split()[0]) > 0 for row in rows)
+
+
+def test_a_year_has_less_of_each_kind_that_is_pruned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(year, "SHOWN", 1)
+    monkeypatch.setattr(year, "PAGE", 300_000)
+    monkeypatch.setattr(year, "POLICIES", {
+        "never": None, "all": (7 * year.DAY, dict.fromkeys(year.KINDS, 7 * year.DAY)),
+    })  # fmt: skip
+    year.main(["--weeks", "4", "--every", "4", "--points", "60"])
+    rows = [(row[0], float(row[1])) for row in cells(capsys.readouterr().out)]
+    half = len(rows) // 2
+    never, pruned = dict(rows[:half]), dict(rows[half:])
+    assert len(never) == half == 9
+    for kind in never.keys() - {"claims", "MLflow's database", "all"}:
+        assert 0 < pruned[kind] < never[kind], kind
+    assert pruned["all"] < never["all"]
 
 
 def test_growth_ends_with_its_two_tables(
