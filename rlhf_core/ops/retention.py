@@ -193,7 +193,7 @@ def decide(known: Known) -> list[Item]:
         reason = _unfinished(key, since, known)
         items.append(Item(checkpoints, f"checkpoints of {key}", "the stage was not continued", since, reason))
     for trace in known.traces:
-        reason: Reason | None = Reason.NOT_ASKED
+        reason = Reason.NOT_ASKED
         if trace.kind in known.also:
             reason = _reason_of_run(trace, known.also[trace.kind], known, needed)
         items.append(

@@ -304,12 +304,18 @@ def _existing(store: Store, prefix: str) -> Manifest | None:
 
 
 def upload(store: Store, source: Path, files: Sequence[FileEntry], target: str) -> None:
-    """Copy `files` of the local folder `source` to the folder `target` of the store."""
+    """Copy `files` of the local folder `source` to the folder `target` of the store. Raises CorruptArtifact
+    if what a bucket gets differs from an entry.
+    """
     folder = store.local_path(target)
     # On one disk the files are linked and need no space.
     if folder is not None and not on_one_disk(source, folder):
         require_free(folder, sum(entry.size for entry in files), store.uri(target))
-    in_parallel(lambda entry: store.put_file(source / entry.path, f"{target}/{entry.path}", link=True), files)
+
+    def put(entry: FileEntry) -> None:
+        store.put_file(source / entry.path, f"{target}/{entry.path}", link=True, sha256=entry.sha256)
+
+    in_parallel(put, files)
 
 
 # -- manifests --

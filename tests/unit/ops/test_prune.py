@@ -51,6 +51,8 @@ from tests.support.old_runs import MODEL, WITH_WEIGHTS, OldRuns, key_of, names
 @pytest.fixture
 def home(new_home: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    # Tables of 80 columns would fold their cells.
+    monkeypatch.setenv("COLUMNS", "200")
     return new_home(tmp_path / "home")
 
 
@@ -336,7 +338,8 @@ def test_what_was_made_since_a_run_began_is_kept(
     ):
         _write_run(home, {}, process=process)
         assert delete(command) == []
-        assert set(command.plan().groups()) == {("reward", Reason.IN_USE), ("mlflow", Reason.NOT_ASKED)}
+        others = {("mlflow", Reason.NOT_ASKED), ("runs", Reason.NOT_ASKED)}
+        assert set(command.plan().groups()) == {("reward", Reason.IN_USE), *others}
     _write_run(home, {}, process=own._replace(pid=2**22 + 1))
     assert delete(command) == [f"reward/{ref.key}"]
 
