@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.ops.prune import DAY
+from rlhf_core.ops.retention import KINDS
 from tests.benchmarks import (
     architectures,
     bad_rewards,
@@ -95,7 +97,7 @@ def test_a_year_has_less_of_each_kind_that_is_pruned(
     monkeypatch.setattr(year, "SHOWN", 1)
     monkeypatch.setattr(year, "PAGE", 300_000)
     monkeypatch.setattr(year, "POLICIES", {
-        "never": None, "all": (7 * year.DAY, dict.fromkeys(year.KINDS, 7 * year.DAY)),
+        "never": None, "all": (7 * DAY, dict.fromkeys(KINDS, 7 * DAY)),
     })  # fmt: skip
     year.main(["--weeks", "4", "--every", "4", "--points", "60"])
     rows = [(row[0], float(row[1])) for row in cells(capsys.readouterr().out)]

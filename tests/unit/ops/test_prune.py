@@ -133,7 +133,7 @@ def test_the_command_shows_and_then_deletes_what_no_version_needs(
     for artifact in names(refused, *WITH_WEIGHTS):
         assert f"{artifact}, 0.00 MB: would be deleted, no version needs it" in printed
     assert re.search(r"sft +│ +1 │ 0.00 MB │ 0 to 0 d │ goes +│ no version needs it", printed)
-    assert re.search(r"sft +│ +3 │ 0.00 MB │ 0 to 0 d │ stays │ a version that is or was champion", printed)
+    assert re.search(r"sft +│ +3 │ 0.01 MB │ 0 to 0 d │ stays │ a version that is or was champion", printed)
     assert "would be deleted: 3," in printed and "--delete" in printed
     # 90 days by default.
     assert rlhf("--home", str(home), "--delete") == 0

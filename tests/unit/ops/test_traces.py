@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from filelock import FileLock
@@ -153,9 +154,9 @@ def test_runs_in_the_trash_are_deleted_by_the_next_command(runs: OldRuns, home: 
     mlflow.create_run("of another program", {})
     command = pruning(runs, mlflow, home, {"mlflow": 30 * DAY})
     plan = command.plan()
-    deletions = command.delete(plan)
-    assert next(deletions)[1]
-    deletions.close()  # a kill before the trash is emptied
+    killed = patch.object(mlflow, "delete_for_good", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        list(command.delete(plan))
     assert len(mlflow.past_runs()) == 3
     again = pruning(runs, mlflow, home, {"mlflow": 30 * DAY})
     assert [deleted for _, deleted in again.delete(again.plan())] == [True]
