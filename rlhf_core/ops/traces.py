@@ -30,8 +30,9 @@ _JOBS = "jobs"
 def traces_of_home(home: Home) -> list[Trace]:
     """Return what runs have left in `run.home`."""
     runs, logs = sorted(home.runs.glob("*/")), sorted(home.logs.glob("*/"))
-    found = [_of_folder("runs", folder, home) for folder in runs]
-    found += [_of_folder("logs", folder, home) for folder in logs if folder.name != _JOBS]
+    # Before the folders of the runs, which say what the logs are of.
+    found = [_of_folder("logs", folder, home) for folder in logs if folder.name != _JOBS]
+    found += [_of_folder("runs", folder, home) for folder in runs]
     others = [*home.run_logs(_JOBS).glob("*"), *home.all_stacks.glob("*/")]
     found += [_of_folder("logs", path, home) for path in sorted(others)]
     if home.prefect_complete.exists():
