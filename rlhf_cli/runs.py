@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import PipelineConfig
     from rlhf_core.evaluation.review import Opponent
     from rlhf_core.ops.prune import Plan
+    from rlhf_core.ops.retention import Item
     from rlhf_core.ops.review import Recorded
 
 log = logging.getLogger(__name__)
@@ -227,6 +228,7 @@ def _prune(
     /,
     *overrides: Overrides,
     older_than: Annotated[str, Parameter(metavar="DAYS")] = "90d",
+    also: Annotated[tuple[str, ...], Parameter(metavar="KIND=DAYS")] = (),
     delete: bool = False,
     home: HomeFolder | None = None,
 ) -> int:
@@ -238,25 +240,25 @@ def _prune(
 
     Args:
         older_than: Age up to which everything is kept.
+        also: Delete what is older of data, evaluations, mlflow, runs, logs or prefect, too; can be repeated.
         delete: Delete. Without it, nothing is changed.
     """
     from rich.console import Console
 
-    from rlhf_core.ops.prune import Pruning, describe_folder, parse_age
+    from rlhf_core.ops.prune import Pruning, describe_folder, parse_age, parse_kinds
     from rlhf_core.storage.bundles import readable_size
 
-    age = parse_age(older_than)
-    pruning = Pruning.of(
-        _config(config, overrides, home), age, field="--home" if config is None else "run.home"
-    )
+    age, kinds = parse_age(older_than), parse_kinds(also)
+    field = "--home" if config is None else "run.home"
+    pruning = Pruning.of(_config(config, overrides, home), age, kinds, field)
     plan = pruning.plan()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     total, count = sum(item.size for item in plan.deleted), len(plan.deleted)
     folder = pruning.home.path
+    console.print(_table_of(plan))
     if not delete:
-        if plan.deleted:
-            console.print(_table_of_deleted(plan))
-        console.print(_table_of_kept(plan))
+        for item in plan.deleted:
+            print(printable(f"{item.label}, {readable_size(item.size)}: would be deleted, {item.unused}"))
         print(f"would be deleted: {count}, {readable_size(total)}")
         if plan.deleted:
             print("nothing was changed; the same command with --delete deletes")
@@ -270,7 +272,6 @@ def _prune(
         freed, done = freed + item.size * deleted, done + deleted
         state = "deleted" if deleted else "kept, because it has changed in the meantime"
         print(printable(f"{item.label}, {readable_size(item.size)}: {state}"), flush=True)
-    console.print(_table_of_kept(plan))
     print(f"deleted: {done}, {readable_size(freed)}")
     print(printable(describe_folder(folder)))
     return 0
@@ -288,38 +289,35 @@ def _config(config: str | None, overrides: tuple[str, ...], home: str | None) ->
     return PipelineConfig.model_validate({"run": {"home": str(folder.path)}})
 
 
-def _table_of_deleted(plan: Plan) -> Table:
+def _table_of(plan: Plan) -> Table:
+    """Return what there is, by kind and by the reason for which it is kept."""
     from rich.markup import escape
     from rich.table import Table
 
+    from rlhf_core.ops.retention import Reason
+    from rlhf_core.storage.bundles import readable_size
+
+    table = Table()
+    for column in ("what", "count", "size", "age", "", "why"):
+        table.add_column(column, justify="right" if column in ("count", "size", "age") else "left")
+    for (kind, reason), items in plan.groups().items():
+        size = readable_size(sum(item.size for item in items))
+        state, why = ("goes", items[0].unused) if reason is None else ("stays", reason.value)
+        if reason is Reason.VERSION:
+            why += f": {escape(', '.join(plan.versions(items)))}"
+        table.add_row(kind, str(len(items)), size, _ages(plan, items), state, why)
+    return table
+
+
+def _ages(plan: Plan, items: Sequence[Item]) -> str:
+    """Return the days of the youngest and of the oldest; empty if no age is known."""
     from rlhf_core.ops.prune import DAY
-    from rlhf_core.storage.bundles import readable_size
 
-    table = Table(title="to be deleted")
-    for column in ("what", "of", "age", "size", "why"):
-        table.add_column(column, justify="right" if column in ("age", "size") else "left", overflow="fold")
-    for item in plan.deleted:
-        date = age = ""
-        if item.since is not None:
-            date = f"{datetime.fromtimestamp(item.since, UTC):%Y-%m-%d}"
-            age = f"{(plan.known.now - item.since) / DAY:.0f} d"
-        table.add_row(escape(item.label), date, age, readable_size(item.size), item.unused)
-    return table
-
-
-def _table_of_kept(plan: Plan) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from rlhf_core.storage.bundles import readable_size
-
-    table = Table(title="kept")
-    for column, justify in (("why", "left"), ("count", "right"), ("size", "right")):
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    described = plan.describe_kept()
-    for reason, (count, size) in plan.count_kept().items():
-        table.add_row(f"{reason.value}\n  {escape(described[reason])}", str(count), readable_size(size))
-    return table
+    since = [item.since for item in items if item.since is not None and math.isfinite(item.since)]
+    if not since:
+        return ""
+    youngest, oldest = ((plan.known.now - each) / DAY for each in (max(since), min(since)))
+    return f"{youngest:.0f} to {oldest:.0f} d"
 
 
 def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:

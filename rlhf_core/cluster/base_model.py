@@ -79,7 +79,7 @@ class BaseModel:
     def digest_here(self, config: PipelineConfig) -> str:
         """Return the `digest` of the files on this host. Raises ModelError if there is no such folder."""
         base = self.address(config)
-        return self.digest if base.is_hub else model_digest(base.path, base.revision)
+        return self.digest if base.is_hub else model_digest(base.path, base.revision, config.run.home)
 
     def address(self, config: PipelineConfig) -> BaseModelAddress:
         """Return where it is."""

@@ -38,8 +38,10 @@ from rlhf_core.data.hub import resolve_revision
 from rlhf_core.data.synthetic import VERSION as SYNTHETIC_VERSION
 from rlhf_core.data.templates import read_chat_template
 from rlhf_core.errors import DataError, ModelError, StoreError, StoreUnavailable
+from rlhf_core.storage.bundles import FileDigests
 from rlhf_core.storage.s3 import S3_LIMITS, filesystem, run_bounded, s3_endpoint, with_retries
 from rlhf_core.system.files import open_regular
+from rlhf_core.system.home import Home
 
 _CHUNK = 2**20
 _CHANGED = (
@@ -175,7 +177,7 @@ def model_digests(config: PipelineConfig) -> dict[str, str]:
     """Return the digests of the chat template and the base model, if they are configured."""
     digests = template_digests(config)
     if config.model.path is not None:
-        digests["model"] = model_digest(config.model.path, config.model.revision)
+        digests["model"] = model_digest(config.model.path, config.model.revision, config.run.home)
     return digests
 
 
@@ -258,8 +260,9 @@ def model_mark(path: str, revision: str | None) -> str:
     return str(tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in states))
 
 
-def model_digest(path: str, revision: str | None) -> str:
-    """Return the sha256 over the files of a model's folder, or id and commit of a hub model.
+def model_digest(path: str, revision: str | None, home: str | None = None) -> str:
+    """Return the sha256 over the files of a model's folder, or id and commit of a hub model. `home` is
+    `run.home`, which keeps the digests of files.
 
     Raises ModelError if there is no such folder.
     """
@@ -270,9 +273,10 @@ def model_digest(path: str, revision: str | None) -> str:
         raise ModelError(
             f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)"
         )
-    parts = []
-    for file in _model_files(folder):
-        parts.append(f"{file.relative_to(folder).as_posix()}\x1f{_stream_digest(file.open('rb'))}")
+    files, parts = _model_files(folder), []
+    known = FileDigests(Home.of(home).digests if home is not None else None)
+    for file, digest in zip(files, known.of_files(files), strict=True):
+        parts.append(f"{file.relative_to(folder).as_posix()}\x1f{digest}")
     return hashlib.sha256("\x1e".join(parts).encode()).hexdigest()
 
 

@@ -74,8 +74,10 @@ class LanguageModelJudge:
         # The key of the stage has the digest of what the judge read when the run began.
         if context.sources.get(RUBRIC, digest) != digest:
             raise ConfigError(f"{RUBRIC}: {settings.rubric} was changed after the run began; run again")
-        if FOLDER in context.sources and model_digest(str(settings.path), None) != context.sources[FOLDER]:
-            raise ConfigError(f"{FOLDER}: {settings.path} was changed after the run began; run again")
+        if FOLDER in context.sources:
+            now = model_digest(str(settings.path), None, config.run.home)
+            if now != context.sources[FOLDER]:
+                raise ConfigError(f"{FOLDER}: {settings.path} was changed after the run began; run again")
         self.digest = judge_digest(config, context.sources, digest)
         self._replies = Replies(Home.of(config.run.home).judge, self.digest)
         self._asked: dict[str, ModelReply] = {}

@@ -23,8 +23,7 @@ import math
 import re
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -38,14 +37,17 @@ from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import InputError, Superseded
 from rlhf_core.executors.job_files import JobFiles
 from rlhf_core.ops.retention import (
+    KINDS,
     UNFINISHED_SECONDS,
     CachedCopy,
     Item,
     Known,
     Pending,
     Reason,
+    Trace,
     decide,
 )
+from rlhf_core.ops.traces import remove_from_home, remove_from_mlflow, traces_of_home, traces_of_mlflow
 from rlhf_core.run.registered_policies import registry_of
 from rlhf_core.run.state import process_of, read_state
 from rlhf_core.storage.artifacts import (
@@ -98,30 +100,20 @@ class Plan:
     """What will be deleted, in this order."""
     kept: tuple[Item, ...]
 
-    def count_kept(self) -> dict[Reason, tuple[int, int]]:
-        """Return number and bytes of what is kept, by reason."""
-        return {
-            reason: (len(items), sum(item.size for item in items))
-            for reason, items in self._by_reason().items()
-        }
-
-    def describe_kept(self) -> dict[Reason, str]:
-        """Return what is kept by reason: the number of each kind, and the versions that need it."""
-        found = {}
-        for reason, items in self._by_reason().items():
+    def groups(self) -> dict[tuple[str, Reason | None], list[Item]]:
+        """Return everything by kind, and by the reason for which it is kept; None: it will be deleted."""
+        found: dict[tuple[str, Reason | None], list[Item]] = {}
+        for item in [*self.deleted, *self.kept]:
             # Labels begin with the stage of an artifact, or with what else it is: `checkpoints of ...`.
-            kinds = Counter(item.label.partition("/")[0].partition(" ")[0] for item in items)
-            text = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-            if reason is Reason.VERSION:
-                names: set[Any] = {getattr(item.subject, "name", None) for item in items}
-                versions = {version for name in names for version in self.known.versions.get(name, ())}
-                text += f"; {', '.join(sorted(versions, key=_natural))}"
-            found[reason] = text
+            kind = item.label.partition("/")[0].partition(" ")[0].rstrip(":")
+            found.setdefault((kind, item.reason), []).append(item)
         return found
 
-    def _by_reason(self) -> dict[Reason, list[Item]]:
-        found = {reason: [item for item in self.kept if item.reason is reason] for reason in Reason}
-        return {reason: items for reason, items in found.items() if items}
+    def versions(self, items: Iterable[Item]) -> list[str]:
+        """Return the versions that need artifacts, by name and number."""
+        names: set[Any] = {getattr(item.subject, "name", None) for item in items}
+        versions = {version for name in names for version in self.known.versions.get(name, ())}
+        return sorted(versions, key=_natural)
 
 
 def _natural(version: str) -> tuple[str, int]:
@@ -130,12 +122,23 @@ def _natural(version: str) -> tuple[str, int]:
     return name, int(number)
 
 
-def parse_age(text: str) -> float:
+def parse_age(text: str, option: str = "--older-than") -> float:
     """Return the seconds of an age such as `90d` or `90`. Raises InputError."""
     found = _DAYS.fullmatch(text.strip())
     if found is None:
-        raise InputError(f"--older-than must be a number of days, such as 90d; got {text[:50]!r}; correct it")
+        raise InputError(f"{option} must be a number of days, such as 90d; got {text[:50]!r}; correct it")
     return float(found[1]) * DAY
+
+
+def parse_kinds(texts: Iterable[str]) -> dict[str, float]:
+    """Return the seconds of each `KIND=DAYS`, by kind. Raises InputError."""
+    found = {}
+    for text in texts:
+        kind, _, days = text.partition("=")
+        if kind not in KINDS:
+            raise InputError(f"--also {text[:50]}: name KIND=DAYS with one of {', '.join(KINDS)}")
+        found[kind] = parse_age(days, f"--also {kind}")
+    return found
 
 
 class Pruning:
@@ -148,6 +151,7 @@ class Pruning:
         home: Home,
         age: float,
         *,
+        also: Mapping[str, float] | None = None,
         clock: Clock = SYSTEM_CLOCK,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -158,6 +162,7 @@ class Pruning:
             mlflow: The registry.
             home: `run.home`, for its cache, its outbox and the state of its runs.
             age: Seconds for which everything is kept.
+            also: Seconds after which other kinds are deleted (`KINDS`). The others are not deleted.
             clock: Clock of waits.
             now: Returns the seconds since 1970.
         """
@@ -165,17 +170,19 @@ class Pruning:
         self._mlflow = mlflow
         self.home = home
         self._age = age
+        self._also = also or {}
         self._outbox = Outbox.of(store, home.outbox)
         self._clock = clock
         self._now = now
         self._refreshed_at = 0.0
 
     @classmethod
-    def of(cls, config: PipelineConfig, age: float, field: str) -> Pruning:
+    def of(cls, config: PipelineConfig, age: float, also: Mapping[str, float], field: str) -> Pruning:
         """Return that of a configuration. Raises InputError, which names `field`, if the database of MLflow
         does not exist.
         """
-        return cls(open_store(config), registry_of(config, field), Home.of(config.run.home), age)
+        home = Home.of(config.run.home)
+        return cls(open_store(config), registry_of(config, field), home, age, also=also)
 
     def plan(self) -> Plan:
         """Return what to delete. Raises InputError if the store is empty, StoreError and InfrastructureError
@@ -209,6 +216,7 @@ class Pruning:
         changed in the meantime.
         """
         known, claims = plan.known, dict(plan.known.claims)
+        trash: list[str] = []
         allowed = {item.subject for item in plan.deleted}
         for item in plan.deleted:
             subject = item.subject
@@ -218,6 +226,9 @@ class Pruning:
                 allowed = {each.subject for each in decide(known) if each.reason is None}
             if isinstance(subject, CachedCopy):
                 deleted = remove_copy(self._store, subject)
+            elif isinstance(subject, Trace):
+                deleted = subject in allowed and self._remove_trace(subject)
+                trash += subject.where if deleted and subject.kind == "mlflow" else ()
             else:
                 is_allowed = subject in allowed or isinstance(subject, Pending)
                 claim = claims[subject.key]
@@ -225,6 +236,15 @@ class Pruning:
                 if deleted:  # its own claim is the last one now
                     claims[subject.key] = replace(claim, attempt=claim.attempt + 1)
             yield item, deleted
+        # After a kill, the next command finds them in the trash.
+        with registry_errors(self._mlflow, "delete the runs in its trash"):
+            self._mlflow.delete_for_good(trash)
+
+    def _remove_trace(self, trace: Trace) -> bool:
+        if trace.kind != "mlflow":
+            return remove_from_home(self.home, trace)
+        with registry_errors(self._mlflow, f"delete the run {trace.name}"):
+            return remove_from_mlflow(self._mlflow, trace)
 
     def _known(self) -> Known:
         inventory = read_inventory(self._store)
@@ -241,7 +261,10 @@ class Pruning:
         }
         # After the artifacts: what has become one in the meantime was begun less than a week ago.
         claims = observe(self._store, keys, clock=self._clock)
-        known = self._refreshed(Known(inventory, claims, (), (), (), self._now(), self._age))
+        known = Known(inventory, claims, (), (), (), self._now(), self._age, also=self._also)
+        with registry_errors(self._mlflow, "list its runs"):
+            known = replace(known, traces=traces_of_mlflow(self._mlflow, self.home, self._also))
+        known = self._refreshed(known)
         # What a version, run or stage needs, and no listing has.
         texts = chain.from_iterable(claim.inputs for claim in claims.values())
         inputs = list(map(ArtifactName.parse, texts))
@@ -257,6 +280,8 @@ class Pruning:
         in_use = frozenset([*of_runs, *self._of_jobs()])
         started = min((start for start, _ in runs), default=math.inf)
         versions, registered = retained(self._mlflow)
+        # Those of MLflow are looked at again one by one, before they are deleted.
+        traces = [trace for trace in known.traces if trace.kind == "mlflow"]
         self._refreshed_at = self._clock.monotonic()
         return replace(
             known,
@@ -265,19 +290,24 @@ class Pruning:
             registered=registered,
             in_use=in_use,
             running_since=started,
+            traces=[*traces, *traces_of_home(self.home)],
         )
 
     def _of_runs(self) -> Iterator[tuple[float, list[ArtifactName]]]:
-        """Yield the start and the artifacts of each run of this home that has not ended. A run can need later
-        what no stage reads now.
+        """Yield the start and the artifacts of each run of this home that has not ended, and infinity and the
+        artifacts of each that is young. A run can need later what no stage reads now.
         """
         for file in self.home.run_states():
             state = read_state(file)
-            if state is None or state["state"] != "running":
+            if state is None:
+                continue
+            names = [ArtifactName(stage, str(each.get("key"))) for stage, each in state["stages"].items()]
+            if state["updated"] > self._now() - self._age:
+                yield math.inf, names
+            if state["state"] != "running":
                 continue
             process = process_of(state)
             alive = process.alive()
-            names = [ArtifactName(stage, str(each.get("key"))) for stage, each in state["stages"].items()]
             if alive:
                 # The start of a process is in seconds since the boot of this host.
                 yield self._now() - (seconds_since_boot() - process.started), names

@@ -12,6 +12,16 @@ An artifact is deleted if all of this holds:
 
 Checkpoints, and files without a manifest, are deleted if no attempt holds their key and the last one began,
 and saved, longer ago than the age and than `UNFINISHED_SECONDS`.
+
+Of the kinds that `--also` names with an age, and only of these, what is older is deleted, too, unless a run
+that is kept has it. A run is kept if it has not finished, if people have voted on its answers, if it is
+younger, or if its policy is kept:
+
+    data           artifacts of `data`
+    evaluations    all other artifacts without weights
+    mlflow         runs in MLflow, with their artifacts
+    runs, logs     folders of runs in `run.home`
+    prefect        the database of Prefect that `rlhf run` has in `run.home`
 """
 
 from __future__ import annotations
@@ -20,12 +30,15 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 from rlhf_core.storage.fencing import Claim
 from rlhf_core.storage.inventory import ArtifactName, Inventory, Leftover, StoredArtifact, Unfinished
 
+KINDS = ("data", "evaluations", "mlflow", "runs", "logs", "prefect")
+"""What `--also` can name."""
 UNFINISHED_SECONDS = 7 * 86_400.0
 """For this time, what a stage has begun and not finished is kept in any case, with what it reads. The default
 of `run.stage_timeout` ends stages and jobs before.
@@ -44,6 +57,11 @@ class Reason(Enum):
     DATA = "it is a data artifact; matches need it"
     NO_WEIGHTS = "it has no weights"
     DAMAGED = "it is damaged; delete it by hand"
+    NOT_ASKED = "--also does not name it"
+    UNFINISHED = "its run has not finished"
+    VOTES = "people have voted on its answers"
+    RUN = "a run that is kept has it"
+    OTHER_STORE = "its run is of another store"
 
 
 @dataclass(frozen=True)
@@ -68,10 +86,30 @@ class CachedCopy:
 
 
 @dataclass(frozen=True)
+class Trace:
+    """What a run has left outside the store."""
+
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    """Name of the run, or of the folder or file."""
+    where: tuple[str, ...]
+    """The path, or the ids of its runs in MLflow, that of the pipeline first."""
+    size: int
+    """Bytes. Those of a database are an estimate."""
+    updated: float
+    """Seconds since 1970."""
+    artifacts: tuple[ArtifactName, ...] = ()
+    """What the run has made or reused, in the order of the stages."""
+    own: Reason | None = None
+    """Why it is kept in any case."""
+
+
+@dataclass(frozen=True)
 class Item:
     """Something that `rlhf prune` deletes or keeps."""
 
-    subject: StoredArtifact | Leftover | Unfinished | Pending | CachedCopy
+    subject: StoredArtifact | Leftover | Unfinished | Pending | CachedCopy | Trace
     label: str
     """What it is, for the user."""
     unused: str
@@ -106,6 +144,9 @@ class Known:
     """Seconds for which everything is kept."""
     versions: Mapping[ArtifactName, Sequence[str]] = field(default_factory=dict)
     """Names of the versions that need an artifact of `needed`."""
+    also: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which each of `KINDS` is kept; for ever if it is missing."""
+    traces: Sequence[Trace] = ()
     running_since: float = math.inf
     """Start of the first run that has not ended. What was made since then may be of that run."""
 
@@ -113,6 +154,21 @@ class Known:
     def unfinished_age(self) -> float:
         """Seconds for which unfinished work is kept."""
         return max(self.age, UNFINISHED_SECONDS)
+
+    @cached_property
+    def trained(self) -> frozenset[ArtifactName]:
+        """The artifacts with weights that a stage has trained."""
+        found = [artifact for artifact in self.inventory.artifacts if artifact.has_weights]
+        return frozenset(artifact.name for artifact in found if artifact.name.stage != "data")
+
+    @cached_property
+    def runs_with(self) -> Mapping[ArtifactName, Sequence[Trace]]:
+        """What runs have left, by the artifacts that they have made or reused."""
+        found: dict[ArtifactName, list[Trace]] = {}
+        for trace in self.traces:
+            for name in trace.artifacts:
+                found.setdefault(name, []).append(trace)
+        return found
 
 
 def decide(known: Known) -> list[Item]:
@@ -125,7 +181,7 @@ def decide(known: Known) -> list[Item]:
     needed = _needed(known, artifacts)
     items = []
     for artifact in _descendants_first(artifacts):
-        reason = needed.get(artifact.name) or _reason_of_kind(artifact)
+        reason = needed.get(artifact.name) or _reason_of_kind(artifact, known, needed)
         items.append(Item(artifact, str(artifact.name), "no version needs it", artifact.created, reason))
     for leftover in known.inventory.leftovers:
         since = _last_use(leftover.key, 0.0, known)
@@ -136,6 +192,13 @@ def decide(known: Known) -> list[Item]:
         since = _last_use(key, checkpoints.saved, known)
         reason = _unfinished(key, since, known)
         items.append(Item(checkpoints, f"checkpoints of {key}", "the stage was not continued", since, reason))
+    for trace in known.traces:
+        reason = Reason.NOT_ASKED
+        if trace.kind in known.also:
+            reason = _reason_of_run(trace, known.also[trace.kind], known, needed)
+        items.append(
+            Item(trace, f"{trace.kind} {trace.name}", "no run that is kept has it", trace.updated, reason)
+        )
     return items
 
 
@@ -185,12 +248,38 @@ def _read(known: Known, artifacts: Collection[ArtifactName]) -> Iterator[Artifac
             yield from map(ArtifactName.parse, claim.inputs)
 
 
-def _reason_of_kind(artifact: StoredArtifact) -> Reason | None:
+def _reason_of_kind(
+    artifact: StoredArtifact, known: Known, needed: Mapping[ArtifactName, Reason]
+) -> Reason | None:
     """Return why artifacts of this kind are kept, without what they descend from."""
-    if artifact.name.stage == "data":
-        return Reason.DATA
-    if not artifact.has_weights:
-        return Reason.NO_WEIGHTS
+    is_data = artifact.name.stage == "data"
+    if artifact.has_weights and not is_data:
+        return None
+    age = known.also.get("data" if is_data else "evaluations")
+    if age is None:
+        return Reason.DATA if is_data else Reason.NO_WEIGHTS
+    if artifact.created > known.now - age:
+        return Reason.YOUNG
+    runs = known.runs_with.get(artifact.name, ())
+    is_kept = any(_reason_of_run(run, age, known, needed) is not None for run in runs)
+    return Reason.RUN if is_kept else None
+
+
+def _reason_of_run(
+    run: Trace, age: float, known: Known, needed: Mapping[ArtifactName, Reason]
+) -> Reason | None:
+    """Return why what a run has left is kept."""
+    if run.own is not None:
+        return run.own
+    if run.updated > known.now - age:
+        return Reason.YOUNG
+    # The last one is its policy. The others are often those of other runs, too.
+    trained = [name for name in run.artifacts if name in known.trained]
+    if trained and trained[-1] in needed:
+        return Reason.RUN
+    # Each stage that was ever made in a store has claimed its key there.
+    if run.artifacts and not any(name.key in known.inventory.keys for name in run.artifacts):
+        return Reason.OTHER_STORE
     return None
 
 

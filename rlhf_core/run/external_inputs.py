@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def external_digests(config: PipelineConfig) -> dict[str, str]:
     """Return digests of all that the pipeline reads from outside: data, base model, template, the Python
     files that rewards come from, the files of the judge, votes of people, and tasks of the benchmark.
     """
-    beside = _beside_sources(config, _further_models(config), model_digest)
+    of_model = partial(model_digest, home=config.run.home)
+    beside = _beside_sources(config, _further_models(config), of_model)
     return source_digests(config) | beside | benchmark_digests(config)
 
 

@@ -137,7 +137,7 @@ def fetch_base(config: PipelineConfig, context: StageContext, stage: StageName) 
     # Before the ranks start: a download, and reading all files, can take longer than their time limits.
     if base.is_hub:
         fetch_model(base.path, base.revision)
-    digest = model_digest(base.path, base.revision)
+    digest = model_digest(base.path, base.revision, config.run.home)
     require_unchanged({base.digest_name: digest}, context.sources, config)
 
 

@@ -33,7 +33,7 @@ class Backend(Protocol):
     `Store` documents the methods, and checks keys and prefixes before each call.
     """
 
-    def put_file(self, source: Path, key: str, *, link: bool) -> None: ...
+    def put_file(self, source: Path, key: str, *, link: bool, sha256: str | None = None) -> None: ...
     def get_file(self, key: str, target: Path, size: int | None = None) -> None: ...
     def put_bytes(self, key: str, data: bytes) -> None: ...
     def put_if_absent(self, key: str, data: bytes) -> bool: ...
@@ -57,7 +57,7 @@ class LocalFiles:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def put_file(self, source: Path, key: str, *, link: bool) -> None:
+    def put_file(self, source: Path, key: str, *, link: bool, sha256: str | None = None) -> None:
         with self._errors("write", key), replacing(self._root / key, sync=True) as temporary:
             if not (link and linked(source, temporary)):
                 shutil.copyfile(source, temporary)

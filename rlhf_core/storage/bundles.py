@@ -16,7 +16,9 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -27,7 +29,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf_core.errors import CorruptArtifact, InputError, ModelError, StoreError
 from rlhf_core.storage.store import Store, check_key
 from rlhf_core.system.failpoints import failpoint
-from rlhf_core.system.files import existing_parent, json_sha256, replacing
+from rlhf_core.system.files import existing_parent, json_sha256, read_json, replacing, write_json
 from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ R = TypeVar("R")
 SCHEMA = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged-"
+_TICK_SECONDS = 5.0
 _THREADS = min(8, os.cpu_count() or 1)
 """Files that are hashed, uploaded or downloaded at the same time."""
 
@@ -124,25 +127,47 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
 
 
 class FileDigests:
-    """sha256 of local files. A file is read again only if it has changed."""
+    """sha256 of local files. A file is read again only if it has changed.
 
-    def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int, int], str]] = {}
+    Args:
+        file: Keeps them for other processes, if its folder exists; None: only this object knows them.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._known: dict[str, str] = {}
+        """By path: inode, size and time of change, and the sha256."""
+        if file is not None:
+            self._known = {path: str(known) for path, known in (read_json(file) or {}).items()}
 
     def of(self, folder: Path) -> dict[str, str]:
         """Return the sha256 of each file below `folder` by its relative path; links are followed."""
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         names = [path.relative_to(folder).as_posix() for path in files]
-        return dict(zip(names, in_parallel(self._digest, files), strict=True))
+        return dict(zip(names, self.of_files(files), strict=True))
+
+    def of_files(self, files: Sequence[Path]) -> list[str]:
+        """Return the sha256 of files; links are followed."""
+        before = dict(self._known)
+        found = in_parallel(self._digest, [file.absolute() for file in files])
+        if self._file is not None and self._known != before and self._file.parent.is_dir():
+            present = {path: known for path, known in self._known.items() if Path(path).exists()}
+            with suppress(OSError):  # without it, the files are read again
+                write_json(self._file, present)
+        return found
 
     def _digest(self, path: Path) -> str:
         # Before the file is read: a change in the meantime is then found at the next call.
         status = path.stat()
-        stamp = (status.st_ino, status.st_size, status.st_ctime_ns)
-        known = self._known.get(path)
-        if known is None or known[0] != stamp:
-            self._known[path] = known = (stamp, hash_file(path))
-        return known[1]
+        stamp = f"{status.st_ino} {status.st_size} {status.st_ctime_ns} "
+        known = self._known.get(str(path), "")
+        if not known.startswith(stamp):
+            # A second change within one tick of the file system's clock would have the same stamp.
+            is_settled = abs(time.time() - status.st_ctime) > _TICK_SECONDS
+            known = stamp + hash_file(path)
+            if is_settled or self._file is None:
+                self._known[str(path)] = known
+        return known.removeprefix(stamp)
 
 
 def in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -279,12 +304,18 @@ def _existing(store: Store, prefix: str) -> Manifest | None:
 
 
 def upload(store: Store, source: Path, files: Sequence[FileEntry], target: str) -> None:
-    """Copy `files` of the local folder `source` to the folder `target` of the store."""
+    """Copy `files` of the local folder `source` to the folder `target` of the store. Raises CorruptArtifact
+    if what a bucket gets differs from an entry.
+    """
     folder = store.local_path(target)
     # On one disk the files are linked and need no space.
     if folder is not None and not on_one_disk(source, folder):
         require_free(folder, sum(entry.size for entry in files), store.uri(target))
-    in_parallel(lambda entry: store.put_file(source / entry.path, f"{target}/{entry.path}", link=True), files)
+
+    def put(entry: FileEntry) -> None:
+        store.put_file(source / entry.path, f"{target}/{entry.path}", link=True, sha256=entry.sha256)
+
+    in_parallel(put, files)
 
 
 # -- manifests --

@@ -70,13 +70,16 @@ class Outbox:
             prefix: Key of the bundle.
             may_commit: See `bundles.commit`.
         """
-        found = self._verified(prefix)
+        found = self._present(prefix)
         if found is None:
             return None
         manifest, source = found
         try:
             may_commit()  # also before the upload, which would be useless for a superseded attempt
             committed = bundles.commit(self._store, manifest, source, may_commit=may_commit)
+        except CorruptArtifact as error:
+            self._mark(prefix, error)
+            return None
         except StoreError as error:
             raise StoreError(
                 f"{error.message} It is kept in {source}; the same command uploads it from there."
@@ -85,10 +88,11 @@ class Outbox:
         self.discard(prefix)
         return committed
 
-    def _verified(self, prefix: str) -> tuple[Manifest, Path] | None:
-        """Return the pending bundle with the folder of its files; None if there is none.
+    def _present(self, prefix: str) -> tuple[Manifest, Path] | None:
+        """Return the pending bundle with the folder of its files, whose content is verified while it is
+        uploaded; None if there is none.
 
-        A damaged one is marked as such and logged as an error.
+        One that lacks files is marked as damaged.
         """
         try:
             manifest = bundles.read(self._pending, prefix)
@@ -99,11 +103,14 @@ class Outbox:
                 self.discard(prefix)
                 return None
             # The outbox is a local store, from which nothing is copied to the cache.
-            return manifest, bundles.fetch(self._pending, manifest, Path())
+            return manifest, bundles.fetch(self._pending, manifest, Path(), needed=lambda path: False)
         except CorruptArtifact as error:
-            record = bundles.mark_damaged(self._pending, prefix, error.message)
-            log.error("%s It cannot be uploaded and is marked as damaged: %s", error.message, record)
+            self._mark(prefix, error)
             return None
+
+    def _mark(self, prefix: str, error: CorruptArtifact) -> None:
+        record = bundles.mark_damaged(self._pending, prefix, error.message)
+        log.error("%s It cannot be uploaded and is marked as damaged: %s", error.message, record)
 
     def age(self, prefix: str) -> float:
         """Return the seconds since the pending bundle was added; 0 if another process has removed it."""

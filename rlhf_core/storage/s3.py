@@ -17,11 +17,14 @@ import asyncio
 import contextlib
 import errno
 import functools
+import hashlib
+import io
 import logging
 import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -32,9 +35,10 @@ from tenacity import (
     Retrying,
     retry_if_exception,
 )
+from typing_extensions import override
 
 from rlhf_core.config.redact import has_credentials
-from rlhf_core.errors import StoreError, StoreUnavailable
+from rlhf_core.errors import CorruptArtifact, StoreError, StoreUnavailable
 from rlhf_core.storage.backend import SMALL_BYTES, ObjectStatus
 from rlhf_core.system.files import replacing
 from rlhf_core.system.waiting import backoff, stop_after_failing
@@ -146,7 +150,15 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
     import s3fs
 
     class Bounded(s3fs.S3FileSystem):  # type: ignore[misc]  # untyped
+        async def _put_file(self, *paths: str, digest: Any = None, **more: Any) -> None:
+            _digest_of_upload.set(digest)
+            await super()._put_file(*paths, **more)
+
         async def _call_s3(self, method: str, *more: Any, **arguments: Any) -> Any:
+            digest = _digest_of_upload.get()
+            if digest is not None and method in ("put_object", "upload_part"):
+                # The parts come in their order, and each once: their retries are below.
+                digest.update(arguments["Body"])
             if method != "upload_part":
                 return await self._request(method, *more, **arguments)
             # A failed part makes s3fs upload the whole file again. Of a file of a thousand parts, one would
@@ -165,6 +177,8 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
             # A server that stops reading blocks a request forever: the client limits only the time between
             # reads. `wait_for` is not used: in Python 3.11 it loses a cancellation that arrives at the same
             # time as the answer.
+            if isinstance(body := arguments.get("Body"), bytes):
+                arguments["Body"] = _Body(body)
             async with asyncio.timeout(limits.request_seconds):
                 return await super()._call_s3(*method, **arguments)
 
@@ -228,6 +242,21 @@ def _size_limit(limit: int | None, allow: Callable[[float], None]) -> Any:
     return SizeLimit()
 
 
+_digest_of_upload: ContextVar[Any] = ContextVar("digest_of_upload", default=None)
+
+
+class _Body(io.BytesIO):
+    """The content of a request. aiohttp asks for its size by its buffer, for which `BytesIO` copies all."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self._content = content
+
+    @override
+    def getbuffer(self) -> memoryview:
+        return memoryview(self._content)
+
+
 class S3Objects:
     """`Backend` at `s3://bucket/prefix`."""
 
@@ -286,16 +315,20 @@ class S3Objects:
         self._remove(probe)
         return refused
 
-    def put_file(self, source: Path, key: str, *, link: bool) -> None:
+    def put_file(self, source: Path, key: str, *, link: bool, sha256: str | None = None) -> None:
         def put() -> None:
+            digest = hashlib.sha256()
             try:
-                self._fs.put_file(str(source), self._path(key), chunksize=self._limits.part_bytes)
+                size = self._limits.part_bytes
+                self._fs.put_file(str(source), self._path(key), chunksize=size, digest=digest)
             except FileNotFoundError as error:
                 if _code(error) != "NoSuchUpload":
                     raise
                 # The answer to the completion of a multipart upload was lost, and the client completed it
                 # again.
                 raise ConnectionResetError(f"lost the answer to the end of an upload: {error}") from error
+            if sha256 is not None and digest.hexdigest() != sha256:
+                raise CorruptArtifact(f"{source} has other content than its manifest says.")
 
         self._call("write", key, put)
 

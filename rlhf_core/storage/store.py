@@ -85,12 +85,13 @@ class Store:
         """Whether the files are on this machine's disks."""
         return self.local_path("any") is not None
 
-    def put_file(self, local: Path, key: str, *, link: bool = False) -> None:
+    def put_file(self, local: Path, key: str, *, link: bool = False, sha256: str | None = None) -> None:
         """Copy a complete local file to `key`, replacing an existing object.
 
-        With `link`, both may share their disk blocks: only for files that are never written to again.
+        With `link`, both may share their disk blocks: only for files that are never written to again. With
+        `sha256`, a bucket raises CorruptArtifact if what was sent differs.
         """
-        self._backend.put_file(local, check_key(key), link=link)
+        self._backend.put_file(local, check_key(key), link=link, sha256=sha256)
 
     def get_file(self, key: str, local: Path, size: int | None = None) -> None:
         """Copy an object to a local file atomically. Raises FileNotFoundError if it does not exist.

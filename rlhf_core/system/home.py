@@ -7,6 +7,7 @@ home/
 ├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see files.held
 ├── stacks/                  Python stacks of processes that stalled
 ├── references/              versions that references of unfinished runs stand for
+├── digests.json             sha256 of the files of base models, by path, inode, size and time of change
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
 ├── cache/                   local copies of remote artifacts
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
@@ -104,6 +105,8 @@ class Home:
 
         self.runs = path / "runs"
         self.logs = path / "logs"
+        self.all_stacks = path / "stacks"
+        """Python stacks of all attempts."""
         self.works = path / "work"
         """Scratch files of all stage keys."""
         self.judge = path / "judge"
@@ -112,6 +115,7 @@ class Home:
         """The store, if no other is configured."""
         self.cache = path / "cache"
         self.outbox = path / "outbox"
+        self.digests = path / "digests.json"
         self.spool = path / "spool"
 
         self.mlflow_database = path / "mlflow.db"
@@ -119,6 +123,10 @@ class Home:
 
         self.prefect = path / "prefect"
         """Folder of the Prefect server that `rlhf run` starts."""
+        self.prefect_complete = self.prefect / "complete"
+        """Marks a complete database of that server. It is as old as the database."""
+        self.prefect_lock = self.prefect / ".lock"
+        """Held while the database is created or deleted."""
         self.prefect_profiles = self.prefect / "profiles.toml"
         """Settings of Prefect clients for the server of `rlhf up`."""
 
@@ -187,4 +195,4 @@ class Home:
 
     def stacks(self, stage: str, key: str, attempt: int) -> Path:
         """Return the folder for the Python stacks of the processes of an attempt."""
-        return self.path / "stacks" / f"{stage}-{key}-{attempt:06d}"
+        return self.all_stacks / f"{stage}-{key}-{attempt:06d}"

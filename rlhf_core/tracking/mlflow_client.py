@@ -13,15 +13,18 @@ import json
 import logging
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from rlhf_core.config.redact import is_secret, printable, scrubbed
-from rlhf_core.tracking.database import artifacts_of, ensure_database
+from rlhf_core.system.processes import python_module
+from rlhf_core.tracking.database import artifacts_of, compact, ensure_database
 
 _T = TypeVar("_T")
 
@@ -36,6 +39,7 @@ _ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
 }
 _LAST_SECONDS = 3
+_TRASH_SECONDS = 3600
 # The largest batches that MLflow accepts.
 _POINTS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
@@ -94,6 +98,20 @@ class RunState:
     params: Mapping[str, str]
     last_steps: Mapping[str, int]
     """Highest recorded step of each metric."""
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run of any time, also one in MLflow's trash."""
+
+    run_id: str
+    name: str
+    tags: Mapping[str, str]
+    updated: float
+    """Its end, else its start, in seconds since 1970, on the server."""
+    finished: bool
+    folder: Path | None
+    """Its artifacts, if they are in a folder of this machine."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +238,31 @@ class Mlflow:
     def delete_run(self, run_id: str) -> None:
         """Move a run to MLflow's trash."""
         self._client.delete_run(run_id)
+
+    def past_runs(self) -> list[PastRun]:
+        """Return the runs of all experiments, also those in MLflow's trash."""
+        from mlflow.entities import ViewType
+
+        experiments = [each.experiment_id for each in _all_pages(self._client.search_experiments)]
+        return list(map(_past, _all_pages(self._client.search_runs, experiments, "", ViewType.ALL)))
+
+    def past_run(self, run_id: str) -> PastRun | None:
+        """Return a run as `past_runs` does; None if there is none."""
+        run = _found(self._client.get_run, run_id)
+        return run and _past(run)
+
+    def delete_for_good(self, run_ids: Sequence[str]) -> None:
+        """Delete runs that are in MLflow's trash, with their artifacts, if the tracker is a file. That of a
+        server keeps them until `mlflow gc` is called there.
+
+        Raises CalledProcessError and TimeoutExpired.
+        """
+        if (file := sqlite_path(self.uri)) is None or not run_ids:
+            return
+        command = [*python_module("mlflow"), "gc", "--backend-store-uri", self.uri]
+        command += ["--tracking-uri", self.uri, "--run-ids", ",".join(run_ids)]
+        subprocess.run(command, check=True, capture_output=True, timeout=_TRASH_SECONDS)
+        compact(file)
 
     def reopen(self, run_id: str) -> None:
         """Mark a run as RUNNING again."""
@@ -480,6 +523,13 @@ def _state(run: Any) -> RunState:
     running = run.info.status == "RUNNING"
     run_id = _identity(run.info.run_id, "run")
     return RunState(run_id, int(run.info.start_time), running, dict(run.data.params), last)
+
+
+def _past(run: Any) -> PastRun:
+    address = urlsplit(run.info.artifact_uri)
+    folder = Path(url2pathname(address.path)) if address.scheme in ("", "file") else None
+    finished, updated = run.info.status == "FINISHED", (run.info.end_time or run.info.start_time) / 1000
+    return PastRun(run.info.run_id, run.info.run_name, dict(run.data.tags), updated, finished, folder)
 
 
 def _quoted(value: str) -> str:

@@ -7,6 +7,10 @@ encode   the stage `data` from the first rows that are encoded to the last ones,
 open     a training rank opens `--rows` pairs of 300 tokens and reads `STEPS` batches of them: the first one
          of a host, and `RANKS` more at the same time, with the memory of all of them together
 
+digest   the digest of a base model of `MEGABYTES`, for the first time and again in the same home
+bucket   an artifact of `MEGABYTES` is published to a bucket of moto and fetched, next
+         to boto3, with the bytes that are read from files
+
 Texts are sentences of this documentation in random order, prompts of about 100 tokens and responses of 180.
 `--tokenizer` is a folder with a tokenizer and its chat template; the default is trained on the texts.
 """
@@ -17,8 +21,10 @@ import argparse
 import json
 import logging
 import multiprocessing
+import os
 import random
 import re
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +32,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from rich.console import Console
@@ -36,20 +43,27 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import SFTConfig
 from rlhf_core.data import prepare
 from rlhf_core.data.dataset import open_pairs
-from rlhf_core.data.sources import source_contents
+from rlhf_core.data.sources import model_digest, source_contents
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.models.batching import TokenSequence
 from rlhf_core.ops.drift.measures import statistics_of_new_rows
 from rlhf_core.seeds import epoch_batch
 from rlhf_core.stages.training import Objective, Training, train_epochs
+from rlhf_core.storage import bundles
+from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.outbox import Outbox
+from rlhf_core.storage.store import Store
+from rlhf_core.system.processes import free_port, python_module
+from rlhf_core.system.serving import responds
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
-from rlhf_core.types import PairExample, PromptExample, SFTExample
+from rlhf_core.types import ArtifactRef, PairExample, PromptExample, SFTExample
 
 DOCS = Path(__file__).parents[2] / "docs"
 STEPS = 200
 """Measured optimizer steps."""
 FEW_ROWS = 10_000
+MEGABYTES = 128
 RANKS = 2
 """Ranks of a host."""
 
@@ -249,7 +263,73 @@ def rendered(
         yield render(row["prompt"], None)
 
 
-PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, open_)}
+def digest(_rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Take the digest of a base model, whose files are older than `FileDigests` must see them."""
+    for number in range(4):
+        (folder / f"{number}.safetensors").write_bytes(os.urandom(2**20) * (MEGABYTES // 4))
+    home = folder / ".home"
+    home.mkdir()
+    with mock.patch.object(bundles, "_TICK_SECONDS", 0.0):
+        return [
+            cost_of(what, lambda: model_digest(str(folder), None, str(home)))
+            for what in ("digest of a base model", "the same again")
+        ]
+
+
+def bucket(_rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Publish and fetch an artifact, and upload and download a file of its size with boto3."""
+    import boto3
+
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    server = [*python_module("moto.server"), "-H", "127.0.0.1", "-p", str(port)]
+    with mock.patch.dict(os.environ, keys), subprocess.Popen(server, stderr=subprocess.DEVNULL) as process:
+        try:
+            client = boto3.client("s3", endpoint_url=endpoint)
+            while not responds(f"{endpoint}/moto-api/"):
+                time.sleep(0.2)
+            client.create_bucket(Bucket="measured")
+            store = Store("s3://measured/store", endpoint)
+            artifacts = ArtifactStore(store, folder / "cache", Outbox.of(store, folder / "outbox"))
+            for name, count in (("first", 1), ("measured", MEGABYTES)):
+                (folder / name).mkdir()
+                (folder / name / "model.safetensors").write_bytes(os.urandom(2**20) * count)
+            file = folder / "measured" / "model.safetensors"
+            made: list[ArtifactRef] = []
+
+            def publish(name: str) -> None:
+                made.append(artifacts.publish("sft", f"{len(made):016x}", folder / name, Provenance(), None))
+
+            publish("first")  # imports, and versions for the manifest
+            artifacts.fetch(made[0])
+            return [
+                cost_of("publish", lambda: publish("measured")),
+                cost_of("fetch", lambda: artifacts.fetch(made[1])),
+                cost_of("boto3 upload_file", lambda: client.upload_file(str(file), "measured", "x")),
+                cost_of(
+                    "boto3 download_file",
+                    lambda: client.download_file("measured", "x", str(folder / "downloaded")),
+                ),
+            ]
+        finally:
+            process.kill()
+
+
+def cost_of(what: str, call: Callable[[], object]) -> tuple[str, str]:
+    """Return the CPU seconds of a call for each GB, and what was read from files, of `MEGABYTES`."""
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    size = MEGABYTES * 2**20
+    before = bytes_read()
+    seconds = seconds_of(call)
+    read = (bytes_read() - before) / size
+    return f"{what}: {read:.2f} times its bytes are read", f"{seconds / size * 1e9:.2f} s a GB"
+
+
+PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, open_, digest, bucket)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from rlhf_core.errors import ConfigError, CorruptArtifact, StoreUnavailable, Superseded
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.bundles import hash_file
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.types import ArtifactRef
@@ -149,6 +150,19 @@ def test_a_file_of_many_parts_comes_back_bit_by_bit(store: Store, tmp_path: Path
     store.put_file(tmp_path / "big", "big")
     store.get_file("big", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == data
+
+
+@pytest.mark.parametrize("size", [1000, 40 * 2**20])
+def test_what_is_sent_is_compared_with_its_digest(store: Store, tmp_path: Path, size: int) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(250)) * (size // 250))
+    digest = hash_file(file)
+    store.put_file(file, "whole", sha256=digest)
+    with file.open("r+b") as damaged:
+        damaged.seek(size // 2)
+        damaged.write(b"damaged")
+    with pytest.raises(CorruptArtifact, match="has other content than its manifest says"):
+        store.put_file(file, "damaged", sha256=digest)
 
 
 def test_parts_of_interrupted_uploads_are_deleted(store: Store, s3_server: Any) -> None:

@@ -61,14 +61,18 @@ class OldRuns:
         """Publish one artifact, as an attempt at its key does."""
         folder = self._work / "out"
         folder.mkdir(parents=True)
+        self.fill(run, stage, folder)
+        key = key_of(run, stage)
+        provenance = Provenance(parents=parents or {}, config=config or {}, attributes=attributes or {})
+        return self.artifacts.publish(stage, key, folder, provenance, claim(self.store, key))
+
+    def fill(self, run: str, stage: StageName, folder: Path) -> None:
+        """Write the files of an artifact."""
         (folder / "notes.json").write_text(f'"{run} {stage}"')
         if stage in WITH_WEIGHTS:
             (folder / "policy").mkdir()
             for name in ("a", "b"):
                 (folder / "policy" / f"{name}.safetensors").write_bytes(f"{run} {stage}".encode() * 100)
-        key = key_of(run, stage)
-        provenance = Provenance(parents=parents or {}, config=config or {}, attributes=attributes or {})
-        return self.artifacts.publish(stage, key, folder, provenance, claim(self.store, key))
 
     def run(
         self, name: str, *, base: str | None = None, shared: Mapping[StageName, ArtifactRef] | None = None

@@ -42,10 +42,10 @@ class Bucket(LocalFiles):
         return None
 
     @override
-    def put_file(self, source: Path, key: str, *, link: bool) -> None:
+    def put_file(self, source: Path, key: str, *, link: bool, sha256: str | None = None) -> None:
         self._check()
         self.sent.append(key)
-        super().put_file(source, key, link=link)
+        super().put_file(source, key, link=link, sha256=sha256)
 
     @override
     def get_file(self, key: str, target: Path, size: int | None = None) -> None:

@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple
 
 from typing_extensions import override
 
+from rlhf_core.errors import CorruptArtifact
+from rlhf_core.storage.bundles import hash_file
 from rlhf_core.storage.store import Store
 
 Operation = Literal[
@@ -93,8 +95,10 @@ class ScriptedStore(Store):
             self._actions.clear()
 
     @override
-    def put_file(self, local: Path, key: str, *, link: bool = False) -> None:
+    def put_file(self, local: Path, key: str, *, link: bool = False, sha256: str | None = None) -> None:
         self._reach("put_file", key)
+        if self._remote and sha256 is not None and hash_file(local) != sha256:
+            raise CorruptArtifact(f"{local} has other content than its manifest says.")
         super().put_file(local, key, link=link and not self._remote)
 
     @override

@@ -146,8 +146,8 @@ class EmbeddedPrefect:
         self._folder.mkdir(parents=True, exist_ok=True)
         home.logs.mkdir(parents=True, exist_ok=True)
         rotate_logs(home.logs)
-        self._complete = self._folder / "complete"
-        self._lock = FileLock(self._folder / ".lock")
+        self._complete = home.prefect_complete
+        self._lock = FileLock(home.prefect_lock)
         self._lock_database()
         port = free_port()
         self.auth = new_auth_string()
@@ -219,7 +219,8 @@ class EmbeddedPrefect:
                 )
             time.sleep(0.1)
         # The API responds only after all migrations.
-        self._complete.touch()
+        if not self._complete.exists():  # its time is that of the creation
+            self._complete.touch()
         self._lock.release()
         self._thread.start()
 

@@ -42,6 +42,7 @@ TESTED_BY = {
     "benchmarks/rollout": "integration/test_iteration_on_ray.py",
     "benchmarks/throughput": "integration/test_training_programs.py",
     "benchmarks/utilisation": "integration/test_training_programs.py",
+    "benchmarks/year": "unit/benchmarks/test_scripted_programs.py",
     "chaos/__main__": "unit/test_chaos_programs.py",
     "chaos/servers": "unit/test_chaos_programs.py",
     "gpu/first_run": "unit/test_first_run.py",

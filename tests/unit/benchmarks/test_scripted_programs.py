@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_core.ops.prune import DAY
+from rlhf_core.ops.retention import KINDS
 from tests.benchmarks import (
     architectures,
     bad_rewards,
@@ -29,6 +31,7 @@ from tests.benchmarks import (
     inspect_record,
     promotion,
     rehearsal_faults,
+    year,
 )
 
 
@@ -78,13 +81,33 @@ def test_the_cost_of_data_is_measured_for_each_part(
 ) -> None:
     # Tables of 80 columns would fold their cells.
     monkeypatch.setenv("COLUMNS", "200")
-    for name in ("FEW_ROWS", "STEPS"):
+    for name in ("FEW_ROWS", "STEPS", "MEGABYTES"):
         monkeypatch.setattr(data_scale, name, 10)
     data_scale.main(["--rows", "200"])
     rows = cells(capsys.readouterr().out)
-    parts = {"drift": 1, "steps": 2, "encode": 3, "open": 4}
+    parts = {"drift": 1, "steps": 2, "encode": 3, "open": 4, "digest": 2, "bucket": 4}
     assert [row[0] for row in rows] == [part for part, lines in parts.items() for _ in range(lines)]
     assert all(float(row[2].split()[0]) > 0 for row in rows)
+    read = [float(row[1].partition(": ")[2].split()[0]) for row in rows if "bytes are read" in row[1]]
+    assert [round(times) for times in read[:4]] == [1, 0, 2, 1], "digest, again, publish, fetch"
+
+
+def test_a_year_has_less_of_each_kind_that_is_pruned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(year, "SHOWN", 1)
+    monkeypatch.setattr(year, "PAGE", 300_000)
+    monkeypatch.setattr(year, "POLICIES", {
+        "never": None, "all": (7 * DAY, dict.fromkeys(KINDS, 7 * DAY)),
+    })  # fmt: skip
+    year.main(["--weeks", "4", "--every", "4", "--points", "60"])
+    rows = [(row[0], float(row[1])) for row in cells(capsys.readouterr().out)]
+    half = len(rows) // 2
+    never, pruned = dict(rows[:half]), dict(rows[half:])
+    assert len(never) == half == 9
+    for kind in never.keys() - {"claims", "MLflow's database", "all"}:
+        assert 0 < pruned[kind] < never[kind], kind
+    assert pruned["all"] < never["all"]
 
 
 def test_growth_ends_with_its_two_tables(

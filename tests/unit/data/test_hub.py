@@ -177,7 +177,7 @@ def test_the_model_is_fetched_before_the_ranks_start(
     config: Any = SimpleNamespace(
         model=SimpleNamespace(path=path, revision=COMMIT),
         reward=SimpleNamespace(judge=None),
-        run=SimpleNamespace(device="cpu", timeouts=None),
+        run=SimpleNamespace(device="cpu", timeouts=None, home="home"),
         sft=SimpleNamespace(enabled=True, deepspeed=SimpleNamespace(ranks=1, hpz=1), threads=None),
     )
     context = stage_context(tmp_path, inputs={"data": tmp_path})

@@ -22,6 +22,7 @@ Rules:
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -37,6 +38,7 @@ from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data.check import check_source
 from rlhf_core.data.files import BadRow, Row, read_file
 from rlhf_core.data.sources import (
+    model_digest,
     read_rows,
     require_unchanged,
     short_name,
@@ -44,6 +46,8 @@ from rlhf_core.data.sources import (
     source_digests,
 )
 from rlhf_core.errors import DataError, ModelError
+from rlhf_core.storage import bundles
+from rlhf_core.system.home import Home
 from tests.conftest import S3Server
 from tests.support.demo_data import GENERATED, with_demo_data
 
@@ -427,6 +431,41 @@ def test_the_digest_of_a_source_does_not_depend_on_the_spelling_of_its_path(
         spellings = (f"./{path}", path.replace("/", "//"), absolute, f"file://{absolute}", f"file://./{path}")
         assert {digest(spelling) for spelling in spellings} == {digest(path)}
         assert digest(path).startswith(known)
+
+
+def test_the_files_of_a_model_are_read_once_per_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, home = tmp_path / "model", tmp_path / "home"
+    for each in (folder / ".hidden", home):
+        each.mkdir(parents=True)
+    for name in ("b.safetensors", "a.json", ".hidden/c"):
+        write(folder / name, name)
+    read: list[str] = []
+
+    def hash_file(path: Path) -> str:
+        read.append(path.name)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def digest() -> str:
+        return model_digest(str(folder), None, str(home))
+
+    monkeypatch.setattr(bundles, "hash_file", hash_file)
+    lines = [f"{name}\x1f{hashlib.sha256(name.encode()).hexdigest()}" for name in ("a.json", "b.safetensors")]
+    known = hashlib.sha256("\x1e".join(lines).encode()).hexdigest()
+    # A file that was changed a moment ago could be changed again without another time.
+    assert digest() == digest() == model_digest(str(folder), None) == known
+    assert sorted(read) == [*3 * ["a.json"], *3 * ["b.safetensors"]]
+    monkeypatch.setattr(bundles, "_TICK_SECONDS", 0.0)
+    read.clear()
+    assert digest() == digest() == known and len(read) == 2
+    # The same size.
+    write(folder / "a.json", "a.JSON")
+    assert digest() == digest() != known and read[2:] == ["a.json"]
+    (folder / "a.json").unlink()
+    Home.of(home).digests.write_text("{")
+    digest()
+    assert read[3:] == ["b.safetensors"] and list(json.loads(Home.of(home).digests.read_text())) == [
+        str(folder / "b.safetensors")
+    ]
 
 
 def test_the_digest_of_a_folder_changes_with_any_of_its_files(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ from tests.support.scripted_store import ScriptedStore
 @pytest.fixture
 def home(new_home: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    # Tables of 80 columns would fold their cells.
+    monkeypatch.setenv("COLUMNS", "200")
     return new_home(tmp_path / "home")
 
 
@@ -129,7 +131,9 @@ def test_the_command_shows_and_then_deletes_what_no_version_needs(
     printed = capsys.readouterr().out
     assert files(home / "store") == before
     for artifact in names(refused, *WITH_WEIGHTS):
-        assert re.search(rf"{artifact} +│ \d{{4}}-\d\d-\d\d │ +0 d │ 0.00 MB │ no version needs it", printed)
+        assert f"{artifact}, 0.00 MB: would be deleted, no version needs it" in printed
+    assert re.search(r"sft +│ +1 │ 0.00 MB │ 0 to 0 d │ goes +│ no version needs it", printed)
+    assert re.search(r"sft +│ +3 │ 0.01 MB │ 0 to 0 d │ stays │ a version that is or was champion", printed)
     assert "would be deleted: 3," in printed and "--delete" in printed
     # 90 days by default.
     assert rlhf("--home", str(home), "--delete") == 0
@@ -334,7 +338,8 @@ def test_what_was_made_since_a_run_began_is_kept(
     ):
         _write_run(home, {}, process=process)
         assert delete(command) == []
-        assert list(command.plan().count_kept()) == [Reason.IN_USE]
+        others = {("mlflow", Reason.NOT_ASKED), ("runs", Reason.NOT_ASKED)}
+        assert set(command.plan().groups()) == {("reward", Reason.IN_USE), *others}
     _write_run(home, {}, process=own._replace(pid=2**22 + 1))
     assert delete(command) == [f"reward/{ref.key}"]
 
@@ -386,16 +391,17 @@ def test_files_that_a_killed_attempt_left(
     assert not store.list("artifacts")
 
 
-def test_what_is_kept_is_named_by_stage_and_version(
+def test_what_is_kept_is_grouped_by_stage_and_reason(
     runs: OldRuns, store: ScriptedStore, mlflow: Mlflow, home: Path
 ) -> None:
     for name in ("first", "second"):
         runs.crown(runs.register(name, runs.run(name)))
-    found = pruning(store, mlflow, home).plan().describe_kept()
-    kinds, _, versions = found[Reason.VERSION].partition("; ")
-    assert versions == f"{MODEL} 1, {MODEL} 2"
-    assert {"2 sft", "2 reward", "2 ppo"} <= set(kinds.split(", "))
-    assert MODEL not in found[Reason.NO_WEIGHTS]
+    plan = pruning(store, mlflow, home).plan()
+    groups = plan.groups()
+    for stage in WITH_WEIGHTS:
+        assert len(groups[stage, Reason.VERSION]) == 2
+        assert plan.versions(groups[stage, Reason.VERSION]) == [f"{MODEL} 1", f"{MODEL} 2"]
+    assert plan.versions(groups["register", Reason.NO_WEIGHTS]) == []
 
 
 def test_two_commands_at_the_same_time_delete_once(

@@ -192,9 +192,9 @@ class LossyStore(Store):
     """A store that does not keep the file of one rank."""
 
     @override
-    def put_file(self, local: Path, key: str, *, link: bool = False) -> None:
+    def put_file(self, local: Path, key: str, *, link: bool = False, sha256: str | None = None) -> None:
         if not key.endswith("rank1.bin"):
-            super().put_file(local, key, link=link)
+            super().put_file(local, key, link=link, sha256=sha256)
 
 
 def test_lost_file_is_noticed_before_the_manifest(store: Store, tmp_path: Path) -> None:
