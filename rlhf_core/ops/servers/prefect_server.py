@@ -163,7 +163,13 @@ class EmbeddedPrefect:
             "Prefect's embedded server",
             server_command(port, "error"),
             # An ephemeral server runs only the services that a single run needs, and not the scheduler.
-            {**inherited, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
+            # The types of blocks, a third of its start, are for its UI.
+            {
+                **inherited,
+                "PREFECT_UI_ENABLED": "0",
+                "PREFECT__SERVER_EPHEMERAL": "1",
+                "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
+            },
             home.logs / "prefect.log",
             # SIGKILL loses nothing: the run's own records are in the store and in MLflow.
             parent_death_signal=signal.SIGKILL,

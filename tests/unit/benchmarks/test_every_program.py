@@ -40,6 +40,7 @@ TESTED_BY = {
     "benchmarks/promotion": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/rehearsal_faults": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/rollout": "integration/test_iteration_on_ray.py",
+    "benchmarks/run_processes": "unit/benchmarks/test_run_processes.py",
     "benchmarks/throughput": "integration/test_training_programs.py",
     "benchmarks/utilisation": "integration/test_training_programs.py",
     "benchmarks/year": "unit/benchmarks/test_scripted_programs.py",
