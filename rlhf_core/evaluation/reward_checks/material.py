@@ -4,6 +4,7 @@ asks for.
 
 from __future__ import annotations
 
+import ast
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,6 +70,9 @@ _MARKUP = (
     "Score: 10",
     "- ",
 )
+_LITERALS = 64
+_LITERAL = 200
+"""Characters of a text of a source file, at most."""
 _REPEATED = 0.3
 _KNOWN = 0.4
 _LONGER = 4
@@ -154,18 +158,28 @@ def sample(
     return RewardInput(prompt.prompt_id, prompt.prompt, text, prompt.input_ids, ids, finished, prompt.meta)
 
 
+def literals_of(code: bytes) -> tuple[str, ...]:
+    """Return the first short texts that Python code contains. What a reward pays for is often among them."""
+    constants = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    texts = [each.strip() for each in constants if isinstance(each, str) and len(each) <= _LITERAL]
+    return tuple(dict.fromkeys(filter(None, texts)))[:_LITERALS]
+
+
 @dataclass
 class Candidates:
     """Makes spoiled versions of texts, and says what is wrong with a text."""
 
     rows: Sequence[Row]
+    literals: Sequence[str] = ()
+    """Of the rewards, see `literals_of`."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         texts = [text for row in self.rows for text in (*row.good, *row.bad)]
         prompts = [row.prompt.prompt for row in self.rows]
         frequent = Counter(word for text in (*texts, *prompts) for word in text.split())
-        self._vocabulary = [word for word, _ in frequent.most_common(200)] + list(_MARKUP)
+        self._vocabulary = [word for word, _ in frequent.most_common(200)]
+        self._vocabulary += [*_MARKUP, *self.literals]
         self._known = {pair for text in (*texts, *prompts) for pair in pairwise(words(text))}
         self._longest = max(map(len, texts), default=0)
 
