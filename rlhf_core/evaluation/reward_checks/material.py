@@ -170,16 +170,13 @@ class Candidates:
     """Makes spoiled versions of texts, and says what is wrong with a text."""
 
     rows: Sequence[Row]
-    literals: Sequence[str] = ()
-    """Of the rewards, see `literals_of`."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         texts = [text for row in self.rows for text in (*row.good, *row.bad)]
         prompts = [row.prompt.prompt for row in self.rows]
         frequent = Counter(word for text in (*texts, *prompts) for word in text.split())
-        self._vocabulary = [word for word, _ in frequent.most_common(200)]
-        self._vocabulary += [*_MARKUP, *self.literals]
+        self._vocabulary = [word for word, _ in frequent.most_common(200)] + list(_MARKUP)
         self._known = {pair for text in (*texts, *prompts) for pair in pairwise(words(text))}
         self._longest = max(map(len, texts), default=0)
 
