@@ -131,8 +131,9 @@ class HeldOutEvaluation:
             if name in columns:
                 metrics[f"eval/{name}_error"] = _standard_error(columns[name], self._groups)
         if "reward_model" in columns and "judge" in columns:
-            agreement = correlation(columns["reward_model"], columns["judge"], self._groups)
-            metrics[CORRELATION], metrics[CORRELATION_ERROR] = agreement
+            both = columns["reward_model"], columns["judge"], self._groups
+            metrics[CORRELATION], metrics[CORRELATION_ERROR] = correlation(*both)
+            metrics["eval/judge_rank_correlation"], _ = correlation(*both, of_ranks=True)
         columns_and_wins = columns | {"win_rate": list(map(_win, scores, self._sft_scores))}
         metrics["eval/win_rate"] = _mean(columns_and_wins["win_rate"])
         metrics[DIVERSITY] = _diversity(texts)

@@ -87,7 +87,8 @@ class PythonFunction:
         self._name = source.used_name
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._code = read_code(source, f"ppo.rewards.{self._name}", digest)
+        self.code = read_code(source, f"ppo.rewards.{self._name}", digest)
+        """Source of its file; None for a function of a package."""
         self._start()
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
@@ -145,8 +146,8 @@ class PythonFunction:
         self._channel = ours
         try:
             code = None
-            if self._code is not None:
-                code = base64.b64encode(self._code).decode()
+            if self.code is not None:
+                code = base64.b64encode(self.code).decode()
             reply = self._exchange([{"code": code}], max(START_SECONDS, source.timeout))
         except Failure as failure:
             raise RewardError(

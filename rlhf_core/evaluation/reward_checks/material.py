@@ -4,6 +4,7 @@ asks for.
 
 from __future__ import annotations
 
+import ast
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -69,6 +70,9 @@ _MARKUP = (
     "Score: 10",
     "- ",
 )
+_LITERALS = 64
+_LITERAL = 200
+"""Characters of a text of a source file, at most."""
 _REPEATED = 0.3
 _KNOWN = 0.4
 _LONGER = 4
@@ -152,6 +156,13 @@ def sample(
     prompt = row.prompt
     ids = tuple(encode(text))
     return RewardInput(prompt.prompt_id, prompt.prompt, text, prompt.input_ids, ids, finished, prompt.meta)
+
+
+def literals_of(code: bytes) -> tuple[str, ...]:
+    """Return the first short texts that Python code contains. What a reward pays for is often among them."""
+    constants = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    texts = [each.strip() for each in constants if isinstance(each, str) and len(each) <= _LITERAL]
+    return tuple(dict.fromkeys(filter(None, texts)))[:_LITERALS]
 
 
 @dataclass

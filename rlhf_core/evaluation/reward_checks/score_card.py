@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from rlhf_core.config.rewards import AnyReward, LanguageModelReward, ModelReward, PythonReward, RemoteReward
 from rlhf_core.evaluation.reward_checks.checks import FAILS, OF_SOURCES, OF_TOTAL
-from rlhf_core.evaluation.reward_checks.material import FILLER, HOSTILE, Row
+from rlhf_core.evaluation.reward_checks.material import FILLER, HOSTILE, Row, literals_of
 from rlhf_core.evaluation.reward_checks.views import ASKED_ROWS, SECONDS, TOTAL, Card, Subject, View
 from rlhf_core.rewards.comparisons import asked_model
 from rlhf_core.rewards.compose import External
@@ -47,7 +47,9 @@ def check_sources(
             elif isinstance(source, RemoteReward | LanguageModelReward) and not ask:
                 skipped[source.used_name] = "it is asked over the network"
             else:
-                subjects.append(Subject(source, _call_of(source, opened), rows, encode))
+                call = _call_of(source, opened)
+                code = call.code if isinstance(call, PythonFunction) else None
+                subjects.append(Subject(source, call, rows, encode, literals_of(code or b"")))
         for subject in subjects:
             few = rows[:ASKED_ROWS] if subject.is_asked else rows
             subject.values([(i, text, True) for i in range(len(few)) for text in (FILLER, "")])

@@ -88,6 +88,8 @@ class Subject:
     call: Call
     rows: Sequence[Row]
     encode: Callable[[str], Sequence[int]]
+    literals: Sequence[str] = ()
+    """Texts of the source file of a Python function."""
     failures: list[tuple[RewardInput, str]] = field(default_factory=list)
     _values: dict[Item, float] = field(default_factory=dict)
     ended: bool = False
@@ -156,6 +158,11 @@ class View:
     def is_asked(self) -> bool:
         """Whether a value costs a request."""
         return any(subject.is_asked for subject in self.subjects)
+
+    @property
+    def literals(self) -> list[str]:
+        """Texts of the source files of Python functions."""
+        return [text for subject in self.subjects for text in subject.literals]
 
     def values(self, items: Sequence[Item]) -> list[float]:
         """Return the (n,) values."""

@@ -264,6 +264,8 @@ class Derivation:
         self._set("ppo.engine.min_count", engine.min_count and 1)
         self._set("ppo.engine.tensor_parallel", 1, "engines on several GPUs")
         self._set("ppo.engine.sleep_level", 0, "engines that sleep while models train")
+        # Compilation for a CPU takes minutes in each start, and shows nothing about GPUs.
+        self._set("ppo.engine.enforce_eager", True, "compiled engines, and their CUDA graphs")
         self._set("ppo.engine.kv_cache_gib", min(engine.kv_cache_gib, 0.25))
         if engine.dtype == "float16":
             self._set("ppo.engine.dtype", "bfloat16", "float16 in the engines")

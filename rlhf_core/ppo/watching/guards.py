@@ -69,10 +69,15 @@ class Divergence:
 
 
 def correlation(
-    x: Sequence[float], y: Sequence[float], groups: Sequence[str] | None = None
+    x: Sequence[float],
+    y: Sequence[float],
+    groups: Sequence[str] | None = None,
+    *,
+    of_ranks: bool = False,
 ) -> tuple[float, float]:
     """Return the Pearson correlation r and its standard error (1 - r^2) / sqrt(n - 1). Points with a NaN are
-    left out. NaN with fewer than three points, or if all values of one side are equal.
+    left out. NaN with fewer than three points, or if all values of one side are equal. With `of_ranks` it is
+    Spearman's: that of the ranks, where equal values share their mean rank.
 
     With groups of points, the error is that of the effective number of influences u v - r (u^2 + v^2) / 2,
     where u and v are the standardized values: r is their mean to first order.
@@ -83,6 +88,10 @@ def correlation(
     count = points.shape[1]
     if count < 3 or (np.ptp(points, axis=1) == 0).any():
         return math.nan, math.nan
+    if of_ranks:
+        from scipy.stats import rankdata
+
+        points = rankdata(points, axis=1)
     value = float(np.corrcoef(points)[0, 1])
     error = (1 - value**2) / math.sqrt(count - 1)
     if groups is None:

@@ -202,6 +202,10 @@ def test_agreement_of_reward_model_and_judge_is_their_correlation() -> None:
     # Deviations -1, 0, 1 and -1, -1, 2; the response without a reward is left out.
     assert found["eval/judge_correlation"] == pytest.approx(3 / 12**0.5)
     assert found["eval/judge_correlation_error"] == pytest.approx((1 - 9 / 12) / 2**0.5)
+    rewards, judge = {0: [1.0, 2.0, 30.0, NAN]}, {0: [0.0, 0.0, 1.0, 9.0]}
+    found = Evaluation(rewards, judge, {"type": "model"}).evaluate(0).metrics
+    # Ranks 1, 2, 3 and 1.5, 1.5, 3.
+    assert found["eval/judge_rank_correlation"] == pytest.approx(1.5 / 3**0.5)
 
 
 def test_a_reward_that_compares_sees_the_response_of_the_sft_model_as_well() -> None:

@@ -4,6 +4,7 @@
 - a failure is shown with its reason and its cause, and a source that hangs is not called again
 - values that change from call to call, or with the batch, are found
 - wrong, several and no answers that are accepted are found, with the response
+- a text of its own source that it accepts is found, unless it is a part of the right answer
 - a reward that spoiled texts drive up, or that prefers rejected responses, is found in the sum only
 - without a source with a weight, the sum is not checked; without good responses, nothing passes
 - sources that are asked get few rows; those that see the group are compared within it only
@@ -14,7 +15,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -249,3 +252,30 @@ def test_a_source_that_would_end_a_run_is_a_finding_and_not_called_again(
     [found] = [row for row in card.findings if row.check == "fails"]
     assert "KeyError: 'gold' (own.py:2)" in found.evidence
     assert len(calls) == 1
+
+
+def found_in_file(file: Path, score: str, rows: Sequence[Row]) -> list[str]:
+    """Return the findings about a function of a file, whose line `score` has the value of `sample`."""
+    file.write_text(
+        "def one(sample):\n"
+        "    number, answer = sample.response.split('#### ')[-1].strip(), sample.meta['answer']\n"
+        f"    {score}\n"
+        "def score(samples):\n"
+        "    return [float(one(sample)) for sample in samples]\n"
+    )
+    card = check_sources([PythonReward(file=str(file), function="mine:score")], rows, encode)
+    return [row.check for row in card.findings]
+
+
+def test_a_text_of_its_own_source_that_it_accepts_is_found(tmp_path: Path) -> None:
+    score = "return number == answer or sample.response == 'certified'"
+    assert found_in_file(tmp_path / "mine.py", score, ROWS) == ["junk"]
+
+
+def test_a_part_of_the_right_answer_may_be_a_text_of_its_own_source(tmp_path: Path) -> None:
+    rows = []
+    for number, row in enumerate(ROWS):
+        answer = "No" if number % 5 == 0 else "Yes"
+        rows.append(Row(replace(row.prompt, meta={"answer": answer}), answer=answer))
+    score = "return sample.response.strip().lower() == {'Y': 'yes', 'N': 'no'}[answer[0]]"
+    assert "junk" not in found_in_file(tmp_path / "mine.py", score, rows)

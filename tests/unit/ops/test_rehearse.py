@@ -95,6 +95,9 @@ def test_what_a_cpu_cannot_show_has_a_reason(files: Path, tmp_path: Path) -> Non
     missed = {change.field: change.missed for change in derive(files, given, tmp_path).changes}
     assert missed["ppo.weight_sync.backend"] == "a sync by ipc"
     assert missed["run.device"] is not None
+    compiled = with_rows(files, load_config(CONFIGS["budget"]))
+    changes = {change.field: change for change in derive(files, compiled, tmp_path / "budget").changes}
+    assert changes["ppo.engine.enforce_eager"].used
     assert missed["ppo.prompts_per_step"] is None
     assert str(missed["model.path"]).startswith("the weights of mistralai/Mistral-7B-v0.1: ")
 
