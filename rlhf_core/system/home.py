@@ -8,7 +8,7 @@ home/
 ├── stacks/                  Python stacks of processes that stalled
 ├── references/              versions that references of unfinished runs stand for
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
-├── cache/                   local copies of remote artifacts
+├── cache/                   local copies of remote artifacts; parts/ has encoded parts of data
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
 ├── spool/                   metrics that MLflow has not received
 ├── store/                   artifacts and checkpoints, if no other store is configured
@@ -111,6 +111,8 @@ class Home:
         self.store = path / "store"
         """The store, if no other is configured."""
         self.cache = path / "cache"
+        self.parts = self.cache / "parts"
+        """Encoded parts of data (`rlhf_core.data.parts`), for later attempts and runs."""
         self.outbox = path / "outbox"
         self.spool = path / "spool"
 
