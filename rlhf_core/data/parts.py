@@ -21,13 +21,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +42,7 @@ from rlhf_core.system.files import write_atomic
 from rlhf_core.system.machine import Machine
 from rlhf_core.system.processes import die_with_parent
 
-_FEW_ROWS = 2**14
+FEW_ROWS = 2**14
 """Fewer rows in all sets are encoded within a minute, at once and without parts."""
 _MEAN_ROWS, _MOST_ROWS, _MOST_BYTES = 2**10, 2**12, 2**22
 """Of a part. The bytes are those of its texts."""
@@ -80,26 +79,24 @@ def encoding(
         records: The records of all sets.
         encoder: Tokenizer with the chat template.
         bounds: As for `tokens_of`.
-        folder: Keeps the parts; None: nothing is kept.
+        folder: Keeps the parts; None: there are none, and one process encodes.
         processes: Most processes that encode; None: one for each core.
 
     Raises InfrastructureError if one of the processes is killed.
     """
-    if sum(map(len, records.values())) < _FEW_ROWS:
+    if folder is None or sum(map(len, records.values())) < FEW_ROWS:
         yield lambda name: (_found(item.record, name, encoder, bounds) for item in records[name])
         return
-    with TemporaryDirectory() as unkept:
-        kept = Path(unkept) if folder is None else folder
-        kept.mkdir(parents=True, exist_ok=True)
-        common = _common(encoder, bounds)
-        parts = {name: list(_cut(name, items, common, kept)) for name, items in records.items()}
-        missing = sum(not part.path.exists() for part in chain.from_iterable(parts.values()))
-        most = Machine().cores() if processes is None else processes
-        work = _Work(encoder, bounds)
-        count = min(most, missing // _PARTS_OF_A_PROCESS)
-        with _pool(work, count) as pool:
-            yield _Parts(records, parts, work, pool, ahead=2 * count)
-        _delete_old(kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    common = _common(encoder, bounds)
+    parts = {name: list(_cut(name, items, common, folder)) for name, items in records.items()}
+    missing = sum(not part.path.exists() for part in chain.from_iterable(parts.values()))
+    most = Machine().cores() if processes is None else processes
+    count = min(most, missing // _PARTS_OF_A_PROCESS)
+    work = _Work(encoder, bounds)
+    with _pool(work, count) as pool:
+        yield _Parts(records, parts, work, pool, ahead=2 * count)
+    _delete_old(folder)
 
 
 def _found(record: Record, name: SetName, encoder: Encoder, bounds: Limits) -> Found:
@@ -112,9 +109,9 @@ def _found(record: Record, name: SetName, encoder: Encoder, bounds: Limits) -> F
 def _delete_old(folder: Path) -> None:
     oldest = time.time() - _KEPT_SECONDS
     for file in folder.iterdir():
-        # Another run can delete it first.
-        if file.exists() and file.stat().st_mtime < oldest:
-            file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another run can delete it first
+            if file.stat().st_mtime < oldest:
+                file.unlink()
 
 
 # -- parts and their names --

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ QUARANTINE = "quarantine.jsonl"
 FILE_NAMES: dict[SetName, str] = {"sft": "sft", "preference": "pairs", "prompts": "prompts"}
 _EMBEDDING_MULTIPLE = 8
 _REPORT_EVERY = 200
+_SAID_EVERY = 60.0
+"""Seconds after which the log has the rate and the time left."""
 _FEW_STEPS = 20
 """A model from scratch or with a new template has not learned by then to end its responses."""
 _FEW_PAIRS = 20
@@ -303,6 +306,7 @@ def _encode(
     """Encode all records, and add their lengths to `lengths`. No limit is applied."""
     encoded: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
     total = sum(map(len, records.values()))
+    report = _reporting(progress, total)
     done = 0
     for name in SETS:
         for item, found in zip(records[name], encode(name), strict=True):
@@ -321,13 +325,30 @@ def _encode(
                         lengths.turns.append(tokens.longest_turn)
             done += 1
             if done % _REPORT_EVERY == 0 or done == total:
-                progress(done, total)
+                report(done)
         # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
         if quarantine.first.get(f"data.{name}"):
             check_bad_share(
                 config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine
             )
     return encoded
+
+
+def _reporting(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    """Return a function for the number of encoded rows, which logs the rate and the time left as well."""
+    said, said_at = 0, time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal said, said_at
+        progress(done, total)
+        now = time.monotonic()
+        if now - said_at >= _SAID_EVERY:
+            rate = (done - said) / (now - said_at)
+            minutes = (total - done) / rate / 60
+            log.info("%d of %d rows encoded, %.0f a second, %.0f minutes left", done, total, rate, minutes)
+            said, said_at = done, now
+
+    return report
 
 
 def _within(
