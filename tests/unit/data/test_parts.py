@@ -33,6 +33,7 @@ from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, to_reco
 from rlhf_core.data.files import Row
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.errors import InfrastructureError
+from rlhf_core.system.machine import Machine
 from tests.unit.data.data_samples import write_jsonl
 
 COUNT = 400
@@ -255,7 +256,7 @@ def test_the_artifact_is_the_same_for_any_number_of_processes(
     made = []
     for few, count in ((10**6, 1), (0, 1), (0, 3)):
         monkeypatch.setattr(parts, "FEW_ROWS", few)
-        monkeypatch.setattr(parts.Machine, "cores", lambda self, count=count: count)
+        monkeypatch.setattr(Machine, "cores", lambda self, count=count: count)
         out = tmp_path / f"{few}-{count}"
         out.mkdir()
         prepare.prepare(config, out, lambda done, total: None, None, tmp_path / f"parts-{count}")
