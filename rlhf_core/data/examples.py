@@ -571,45 +571,72 @@ def prompt_id(prompt_text: str) -> str:
     return hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a record, or of one sequence of it."""
+
+    ids: tuple[tuple[int, ...], ...]
+    """The columns of its example: of a demonstration tokens and mask, of a pair prompt and both responses."""
+    lengths: Mapping[str, int]
+    """As in `EncodedRecord`."""
+    longest_turn: int | None = None
+
+
 def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: Limits) -> list[EncodedRecord]:
-    """Return the token example of one record, to which `within` applies the limits. A conversation can be
-    several (`Encoder.conversations`).
+    """Return the token examples of one record: `tokens_of`, and `with_tokens` of each."""
+    return [with_tokens(item, name, tokens) for tokens in tokens_of(item.record, name, encoder, bounds)]
+
+
+def tokens_of(record: Record, name: SetName, encoder: Encoder, bounds: Limits) -> list[Tokens]:
+    """Return the tokens of one record, to which `within` applies the limits. A conversation can be several
+    sequences (`Encoder.conversations`). They follow from the arguments alone.
 
     Args:
-        item: The record.
+        record: The record.
         name: Its set.
         encoder: Tokenizer with the chat template.
         bounds: A record that is surely longer is not encoded, and texts are cut.
 
     Raises RecordDropped if it is not encoded, and EncodeError if it cannot be.
     """
-    record, group, text = item.record, item.group, item.record.prompt_text
-    key = split_key(text)
+    text = record.prompt_text
     if record.text is not None:
-        return [_encoded_text(item, key, encoder, bounds.text)]
+        return [_tokens_of_text(text, encoder, bounds.text)]
     if name == "sft" and record.kind == "messages":
-        return _encoded_conversation(item, key, encoder, bounds.text)
+        return _tokens_of_conversation(record, encoder, bounds.text)
     _require_bound(encoder, text, bounds.prompt, PROMPT)
     if name == "prompts":
         ids = encoder.prompt(record.prompt, record.tools)
-        example = PromptExample(prompt_id(text), text, ids, record.meta, item.source, prompt_id(group))
-        return [EncodedRecord(example, key, text, group, {PROMPT: len(ids)})]
+        return [Tokens((ids,), {PROMPT: len(ids)})]
     assert record.response is not None
     prompt, response = _response(record, record.response, encoder, bounds)
     if name == "sft":
         mask = (0,) * len(prompt) + (1,) * len(response)
-        demonstration = SFTExample(prompt + response, mask, item.source, prompt_id(group))
-        lengths = {PROMPT: len(prompt), RESPONSE: len(response)}
-        return [EncodedRecord(demonstration, key, _plain_text(record), group, lengths)]
+        return [Tokens((prompt + response, mask), {PROMPT: len(prompt), RESPONSE: len(response)})]
     assert record.rejected is not None
     _, rejected = _response(record, record.rejected, encoder, bounds)
     if response == rejected:
         raise RecordDropped("chosen and rejected have the same tokens")
-    pair = PairExample(
-        prompt_id(text), text, prompt, response, rejected, item.source, _margin(record), prompt_id(group)
-    )
     lengths = {PROMPT: len(prompt), RESPONSE: max(len(response), len(rejected))}
-    return [EncodedRecord(pair, key, _plain_text(record), group, lengths)]
+    return [Tokens((prompt, response, rejected), lengths)]
+
+
+def with_tokens(item: SourceRecord, name: SetName, tokens: Tokens) -> EncodedRecord:
+    """Return the example of a record of the set `name` with its tokens."""
+    record, group, text = item.record, prompt_id(item.group), item.record.prompt_text
+    example: SFTExample | PairExample | PromptExample
+    if name == "sft":
+        ids, mask = tokens.ids
+        example = SFTExample(ids, mask, item.source, group)
+    elif name == "preference":
+        prompt, chosen, rejected = tokens.ids
+        margin = _margin(record)
+        example = PairExample(prompt_id(text), text, prompt, chosen, rejected, item.source, margin, group)
+    else:
+        [ids] = tokens.ids
+        example = PromptExample(prompt_id(text), text, ids, record.meta, item.source, group)
+    whole = text if name == "prompts" else _plain_text(record)
+    return EncodedRecord(example, split_key(text), whole, item.group, tokens.lengths, tokens.longest_turn)
 
 
 def within(encoded: EncodedRecord, limits: Limits) -> EncodedRecord:
@@ -643,20 +670,17 @@ def _margin(record: Record) -> float | None:
     return float(value)
 
 
-def _encoded_text(item: SourceRecord, key: str, encoder: Encoder, most: int) -> EncodedRecord:
-    text = item.record.prompt_text
+def _tokens_of_text(text: str, encoder: Encoder, most: int) -> Tokens:
     encoded = encoder.text(text, most)
     tokens = len(encoded.ids)
     if tokens == most < _MEASURED_TEXT:  # it is cut: measure it
         tokens = len(encoder.text(text, _MEASURED_TEXT).ids)
     if tokens >= _MEASURED_TEXT:
         tokens = max(tokens, estimated_tokens(text))
-    example = SFTExample(encoded.ids, encoded.mask, item.source, prompt_id(item.group))
-    return EncodedRecord(example, key, _plain_text(item.record), item.group, {TEXT: tokens})
+    return Tokens((encoded.ids, encoded.mask), {TEXT: tokens})
 
 
-def _encoded_conversation(item: SourceRecord, key: str, encoder: Encoder, most: int) -> list[EncodedRecord]:
-    record = item.record
+def _tokens_of_conversation(record: Record, encoder: Encoder, most: int) -> list[Tokens]:
     # Only a part of a conversation has to fit, so that one that is somewhat longer is still encoded.
     if encoder.surely_longer(record.prompt_text, 8 * most):
         raise RecordDropped(NOTHING_TO_LEARN, {TEXT: estimated_tokens(record.prompt_text)})
@@ -666,11 +690,8 @@ def _encoded_conversation(item: SourceRecord, key: str, encoder: Encoder, most: 
     found = []
     for encoded in encoder.conversations([*record.messages[:-1], last], record.tools):
         turns = "".join(map(str, encoded.mask)).split("0")
-        example = SFTExample(encoded.ids, encoded.mask, item.source, prompt_id(item.group))
         lengths = {TEXT: len(encoded.ids)}
-        found.append(
-            EncodedRecord(example, key, _plain_text(record), item.group, lengths, max(map(len, turns)))
-        )
+        found.append(Tokens((encoded.ids, encoded.mask), lengths, max(map(len, turns))))
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +31,16 @@ from rlhf_core.data.examples import (
     check_rendered,
     distinct_names,
     drop_repeats,
-    encode_record,
     held_out,
     join_groups,
     read_records,
     split_position,
     training_texts,
+    with_tokens,
     within,
 )
 from rlhf_core.data.lengths import Lengths, measured
+from rlhf_core.data.parts import Encode, encoding
 from rlhf_core.data.sources import (
     Contents,
     model_digests,
@@ -67,6 +69,8 @@ QUARANTINE = "quarantine.jsonl"
 FILE_NAMES: dict[SetName, str] = {"sft": "sft", "preference": "pairs", "prompts": "prompts"}
 _EMBEDDING_MULTIPLE = 8
 _REPORT_EVERY = 200
+_SAID_EVERY = 60.0
+"""Seconds after which the log has the rate and the time left."""
 _FEW_STEPS = 20
 """A model from scratch or with a new template has not learned by then to end its responses."""
 _FEW_PAIRS = 20
@@ -78,6 +82,7 @@ def prepare(
     out: Path,
     progress: Callable[[int, int], None],
     key_digests: Mapping[str, str] | None = None,
+    parts: Path | None = None,
 ) -> dict[str, Any]:
     """Read, check, encode, split and write all data into `out`, and return the data card.
 
@@ -86,6 +91,7 @@ def prepare(
         out: An empty folder.
         progress: Called with the numbers of encoded rows and of all rows.
         key_digests: Digests of the sources in the stage's key, or None outside of a pipeline.
+        parts: Folder that keeps the tokens of many rows (`rlhf_core.data.parts`), or None.
 
     Raises DataError or ModelError with the source, the rule and a fix, also if a source does not match its
     digest.
@@ -93,7 +99,7 @@ def prepare(
     contents = source_contents(config)
     digests = {name: source.digest for name, source in contents.items()} | model_digests(config)
     require_unchanged(digests, key_digests or {}, config)
-    prepared = read_and_encode(config, out, progress, contents)
+    prepared = read_and_encode(config, out, progress, contents, parts)
     failpoint("data.encoded")
     for name in SETS:
         for split, items in prepared.splits[name].items():
@@ -145,10 +151,16 @@ def read_and_encode(
     out: Path,
     progress: Callable[[int, int], None],
     contents: Mapping[str, Contents | None],
+    parts: Path | None = None,
 ) -> Prepared:
     """Read, check, encode and split the rows. The bad ones are written to `out/quarantine.jsonl`.
 
-    `contents` are the expected contents of the sources by name; None: not checked.
+    Args:
+        config: Configuration of the pipeline.
+        out: An empty folder.
+        progress: Called with the numbers of encoded rows and of all rows.
+        contents: Expected contents of the sources by name; None: not checked.
+        parts: As for `prepare`.
     """
     counts = {name: SetCounts() for name in SETS}
     quarantine = Quarantine(out / QUARANTINE)
@@ -169,7 +181,9 @@ def read_and_encode(
         for name in SETS:
             check_rendered(f"data.{name}", records[name], encoder, config.data.max_bad_rows)
         lengths = Lengths(context)
-        encoded = _encode(config, records, encoder, lengths, quarantine, counts, progress)
+        bounds = measured(config.given_limits, context)
+        with encoding(records, encoder, bounds, parts) as encode:
+            encoded = _encode(config, records, encode, lengths, quarantine, counts, progress)
         limits = _limits(config, lengths)
         encoded = _within(config, encoded, limits, lengths, counts)
     finally:
@@ -283,7 +297,7 @@ def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> N
 def _encode(
     config: PipelineConfig,
     records: dict[SetName, list[SourceRecord]],
-    encoder: Encoder,
+    encode: Encode,
     lengths: Lengths,
     quarantine: Quarantine,
     counts: dict[SetName, SetCounts],
@@ -291,34 +305,50 @@ def _encode(
 ) -> dict[SetName, list[EncodedRecord]]:
     """Encode all records, and add their lengths to `lengths`. No limit is applied."""
     encoded: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
-    bounds = measured(config.given_limits, lengths.context)
     total = sum(map(len, records.values()))
+    report = _reporting(progress, total)
     done = 0
     for name in SETS:
-        for item in records[name]:
-            try:
-                sequences = encode_record(item, name, encoder, bounds)
-                encoded[name] += sequences
-                counts[name].further += len(sequences) - 1
-                for record in sequences:
-                    lengths.add(name, record.lengths)
-                    if record.longest_turn is not None:
-                        lengths.turns.append(record.longest_turn)
-            except RecordDropped as dropped:
-                counts[name].dropped[str(dropped)] += 1
-                lengths.add(name, dropped.lengths)
-            except EncodeError as error:
+        for item, found in zip(records[name], encode(name), strict=True):
+            if isinstance(found, RecordDropped):
+                counts[name].dropped[str(found)] += 1
+                lengths.add(name, found.lengths)
+            elif isinstance(found, EncodeError):
                 counts[name].bad += 1
-                quarantine.add(f"data.{name}", item.file, item.line, str(error), item.record.prompt_text)
+                quarantine.add(f"data.{name}", item.file, item.line, str(found), item.record.prompt_text)
+            else:
+                counts[name].further += len(found) - 1
+                for tokens in found:
+                    encoded[name].append(with_tokens(item, name, tokens))
+                    lengths.add(name, tokens.lengths)
+                    if tokens.longest_turn is not None:
+                        lengths.turns.append(tokens.longest_turn)
             done += 1
             if done % _REPORT_EVERY == 0 or done == total:
-                progress(done, total)
+                report(done)
         # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
         if quarantine.first.get(f"data.{name}"):
             check_bad_share(
                 config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine
             )
     return encoded
+
+
+def _reporting(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    """Return a function for the number of encoded rows, which logs the rate and the time left as well."""
+    said, said_at = 0, time.monotonic()
+
+    def report(done: int) -> None:
+        nonlocal said, said_at
+        progress(done, total)
+        now = time.monotonic()
+        if now - said_at >= _SAID_EVERY:
+            rate = (done - said) / (now - said_at)
+            minutes = (total - done) / rate / 60
+            log.info("%d of %d rows encoded, %.0f a second, %.0f minutes left", done, total, rate, minutes)
+            said, said_at = done, now
+
+    return report
 
 
 def _within(

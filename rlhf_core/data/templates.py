@@ -187,6 +187,12 @@ class Encoder:
         return prompt, (*body, self.eos_id)
 
     @property
+    def identity(self) -> str:
+        """A text that is the same for two encoders only if they encode alike."""
+        names = (self.tokenizer.chat_template, self.tokenizer.special_tokens_map, self.template, DATE)
+        return f"{self._backend.to_str()}\x1f{self.eos_id}\x1f{self._bos}\x1f{names!r}"
+
+    @property
     def response_prefix(self) -> str:
         """The blank that the chat template puts before an answer as part of the response,
         or an empty string.

@@ -17,6 +17,7 @@ from rlhf_core.models.architectures import architecture_problems, package_proble
 from rlhf_core.models.folder import base_model_config
 from rlhf_core.planning.check import check_memory
 from rlhf_core.stages.gates import check_gate
+from rlhf_core.system.home import Home
 from rlhf_core.types import StageContext, StageResult
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,9 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     def report(done: int, total: int) -> None:
         context.progress("data", done, total, "rows")
 
-    card = prepare(config, context.output, report, context.sources)
+    # Outside a pipeline nothing is kept.
+    parts = None if context.lineage is None else Home.of(config.run.home).parts
+    card = prepare(config, context.output, report, context.sources, parts)
     limited = config.with_limits(limits_of(context.output))
     check_evaluation(limited, context)
     # Limits that are given were known to the preflight.

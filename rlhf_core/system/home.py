@@ -9,7 +9,7 @@ home/
 ├── references/              versions that references of unfinished runs stand for
 ├── digests.json             sha256 of the files of base models, by path, inode, size and time of change
 ├── judge/                   replies of language models that judge or grade, by the digest of what was asked
-├── cache/                   local copies of remote artifacts
+├── cache/                   local copies of remote artifacts; parts/ has encoded parts of data
 ├── outbox/                  artifacts and checkpoints that wait for a bucket
 ├── spool/                   metrics that MLflow has not received
 ├── store/                   artifacts and checkpoints, if no other store is configured
@@ -114,6 +114,8 @@ class Home:
         self.store = path / "store"
         """The store, if no other is configured."""
         self.cache = path / "cache"
+        self.parts = self.cache / "parts"
+        """Encoded parts of data (`rlhf_core.data.parts`), for later attempts and runs."""
         self.outbox = path / "outbox"
         self.digests = path / "digests.json"
         self.spool = path / "spool"

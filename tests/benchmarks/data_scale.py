@@ -4,6 +4,9 @@ drift    comparing a data artifact with that of the champion, `--rows` rows in e
 steps    an optimizer step of SFT without its model, of 10,000 and of `--rows` rows
 encode   the stage `data` from the first rows that are encoded to the last ones, next to `encode_batch` of
          tokenizers for the same conversations and prompts, rendered before
+parts    the stage `data` with all its parts to encode, with none, with a new file of 1 %, and after `KILLS`
+         kills at random moments, which must give the same bytes and leave no process; CPU seconds with those
+         of all its processes, and the peak memory of the stage itself
 open     a training rank opens `--rows` pairs of 300 tokens and reads `STEPS` batches of them: the first one
          of a host, and `RANKS` more at the same time, with the memory of all of them together
 
@@ -24,10 +27,12 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,12 +40,14 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.training import SFTConfig
+from rlhf_core.data import parts as encoding
 from rlhf_core.data import prepare
 from rlhf_core.data.dataset import open_pairs
 from rlhf_core.data.sources import model_digest, source_contents
@@ -51,6 +58,7 @@ from rlhf_core.seeds import epoch_batch
 from rlhf_core.stages.training import Objective, Training, train_epochs
 from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.bundles import hash_file
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.processes import free_port, python_module
@@ -66,9 +74,12 @@ FEW_ROWS = 10_000
 MEGABYTES = 128
 RANKS = 2
 """Ranks of a host."""
+KILLS = 10
+GONE_SECONDS = 60.0
+"""Time after which a process of a killed stage has to be gone."""
 
 
-def texts(seed: int, sentences: int) -> Iterator[str]:
+def texts(seed: int | str, sentences: int) -> Iterator[str]:
     """Yield texts without end."""
     pages = " ".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
     found = [part.strip() for part in re.split(r"(?<=[.:])\s+", pages) if 20 < len(part) < 200]
@@ -146,13 +157,7 @@ def steps(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
 
 def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     """Encode demonstrations, pairs and prompts of pairs, as the stage `data` does."""
-    prompts, answers = texts(1, 4), texts(2, 8)
-    demonstrations, pairs = [], []
-    for _ in range(rows):
-        demonstrations.append({"prompt": next(prompts), "completion": next(answers)})
-        pairs.append({"prompt": next(prompts), "chosen": next(answers), "rejected": next(answers)})
-    for name, set_ in (("sft", demonstrations), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in set_))
+    demonstrations, pairs = write_sets(folder, rows, "a")
     tokenizer.save_pretrained(folder / "model")
     config = configuration(folder)
     times: list[tuple[int, float]] = []
@@ -177,6 +182,81 @@ def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
         ("encode_batch", f"{alone:.0f} rows/s"),
         ("cost of the stage", f"{alone / rate:.2f} x"),
     ]
+
+
+def write_sets(folder: Path, rows: int, name: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Write demonstrations and pairs into the file `name` of each set, and return them."""
+    prompts, answers = texts(f"{name} 1", 4), texts(f"{name} 2", 8)
+    demonstrations, pairs = [], []
+    for _ in range(rows):
+        demonstrations.append({"prompt": next(prompts), "completion": next(answers)})
+        pairs.append({"prompt": next(prompts), "chosen": next(answers), "rejected": next(answers)})
+    for set_name, set_ in (("sft", demonstrations), ("pairs", pairs)):
+        (folder / set_name).mkdir(exist_ok=True)
+        file = folder / set_name / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in set_))
+    return demonstrations, pairs
+
+
+def parts(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Run the stage again and again."""
+    write_sets(folder, rows, "a")
+    tokenizer.save_pretrained(folder / "model")
+    seconds, peak, expected = _stage(folder, folder / "parts")
+    again, _, same = _stage(folder, folder / "parts")
+    assert same == expected, "parts that are read give other bytes"
+    longest = _killed(folder, expected)
+    write_sets(folder, max(1, rows // 100), "b")
+    more = _stage(folder, folder / "parts")[0]
+    return [
+        (f"stage data, 3 x {rows} rows", f"{seconds:.1f} s"),
+        ("its peak memory", f"{peak / 2**20:.0f} MiB"),
+        ("with all parts", f"{again:.1f} s"),
+        (f"the last process is gone after {KILLS} kills", f"{longest:.1f} s (wall)"),
+        ("with a new file of 1 %", f"{more:.1f} s"),
+    ]
+
+
+def _stage(folder: Path, kept: Path) -> tuple[float, float, dict[str, str]]:
+    """Return the CPU seconds of the stage and all its processes, its peak memory in bytes and the digests of
+    its files.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_prepared, folder, kept).result()
+
+
+def _prepared(folder: Path, kept: Path) -> tuple[float, float, dict[str, str]]:
+    encoding.FEW_ROWS = 0
+    with tempfile.TemporaryDirectory() as out:
+        prepare.prepare(configuration(folder), Path(out), lambda *_: None, None, kept)
+        files = sorted(each for each in Path(out).rglob("*") if each.is_file())
+        digests = {str(file.relative_to(out)): hash_file(file) for file in files}
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    seconds = sum(each.ru_utime + each.ru_stime for each in used)
+    return seconds, 1024 * used[0].ru_maxrss, digests
+
+
+def _killed(folder: Path, expected: dict[str, str]) -> float:
+    """Kill the stage at random moments, and let it end. Return the longest time until the processes of a
+    killed one were gone. Raises AssertionError if they stay, or if the bytes are others.
+    """
+    rng, kept, longest = random.Random(0), folder / "killed", 0.0
+    for _ in range(KILLS):
+        process = multiprocessing.get_context("spawn").Process(target=_prepared, args=(folder, kept))
+        process.start()
+        before = len(list(kept.glob("*")))
+        wanted = before + rng.randint(0, 3)
+        while process.is_alive() and len(list(kept.glob("*"))) <= wanted:
+            time.sleep(rng.random() / 10)
+        others = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
+        process.kill()
+        process.join()
+        killed = time.monotonic()
+        _, left = psutil.wait_procs(others, GONE_SECONDS)
+        assert not left, left
+        longest = max(longest, time.monotonic() - killed)
+    assert _stage(folder, kept)[2] == expected, "a kill changes the bytes"
+    return longest
 
 
 def open_(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
@@ -238,10 +318,10 @@ def proportional_size() -> int:
 
 def configuration(folder: Path) -> PipelineConfig:
     """Return a configuration whose prompts are those of its pairs."""
-    pairs, model = str(folder / "pairs.jsonl"), folder / "model"
+    pairs, model = str(folder / "pairs"), folder / "model"
     model_config = {"model_type": "llama", "max_position_embeddings": 8192, "vocab_size": 2**20}
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **model_config}))
-    sets = {"sft": [str(folder / "sft.jsonl")], "preference": [pairs], "prompts": [pairs]}
+    sets = {"sft": [str(folder / "sft")], "preference": [pairs], "prompts": [pairs]}
     return config_from_tree({"model": {"path": str(model)}, "data": sets})
 
 
@@ -329,7 +409,7 @@ def cost_of(what: str, call: Callable[[], object]) -> tuple[str, str]:
     return f"{what}: {read:.2f} times its bytes are read", f"{seconds / size * 1e9:.2f} s a GB"
 
 
-PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, open_, digest, bucket)}
+PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, parts, open_, digest, bucket)}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -47,6 +47,7 @@ BOUNDED = {
     "rlhf_core/engines/sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
     "rlhf_core/engines/sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
     "rlhf_core/engines/sync/sender.py: sending.wait()": "is completed",
+    "rlhf_core/data/parts.py: future.result()": "a process that ends is an error; run.stage_timeout",
 }
 
 

@@ -81,11 +81,11 @@ def test_the_cost_of_data_is_measured_for_each_part(
 ) -> None:
     # Tables of 80 columns would fold their cells.
     monkeypatch.setenv("COLUMNS", "200")
-    for name in ("FEW_ROWS", "STEPS", "MEGABYTES"):
-        monkeypatch.setattr(data_scale, name, 10)
+    for name, value in (("FEW_ROWS", 10), ("STEPS", 10), ("MEGABYTES", 10), ("KILLS", 1)):
+        monkeypatch.setattr(data_scale, name, value)
     data_scale.main(["--rows", "200"])
     rows = cells(capsys.readouterr().out)
-    parts = {"drift": 1, "steps": 2, "encode": 3, "open": 4, "digest": 2, "bucket": 4}
+    parts = {"drift": 1, "steps": 2, "encode": 3, "parts": 5, "open": 4, "digest": 2, "bucket": 4}
     assert [row[0] for row in rows] == [part for part, lines in parts.items() for _ in range(lines)]
     assert all(float(row[2].split()[0]) > 0 for row in rows)
     read = [float(row[1].partition(": ")[2].split()[0]) for row in rows if "bytes are read" in row[1]]
