@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar
 
 from typing_extensions import override
 
@@ -134,8 +134,8 @@ class SFTExample:
 class Numbers(Sequence[_T]):
     """Numbers of one response: an array that cannot be written, and is read like a tuple of Python numbers.
 
-    `len`, an index, a slice, iteration, `in`, `+`, `==` and `hash` do what they do for a tuple. `np.asarray`
-    returns the array without a copy.
+    `len`, an index, a slice, iteration, `in`, `index`, `+`, `==` and `hash` do what they do for a tuple.
+    `np.asarray` returns the array without a copy.
 
     Args:
         array: (T,) numpy array. It is not copied.
@@ -156,12 +156,8 @@ class Numbers(Sequence[_T]):
     def __len__(self) -> int:
         return len(self._array)
 
-    @overload
-    def __getitem__(self, index: int) -> _T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Numbers[_T]: ...
     @override
-    def __getitem__(self, index: int | slice) -> _T | Numbers[_T]:
+    def __getitem__(self, index: Any) -> Any:
         found = self._array[index]
         return Numbers(found) if isinstance(index, slice) else found.item()
 
@@ -169,18 +165,28 @@ class Numbers(Sequence[_T]):
     def __iter__(self) -> Iterator[_T]:
         return iter(self._array.tolist())
 
+    # The methods of `Sequence` make an object for each index.
+    @override
+    def __reversed__(self) -> Iterator[_T]:
+        return reversed(self._array.tolist())
+
+    @override
+    def index(self, value: Any, start: int = 0, stop: int = 2**63 - 1) -> int:
+        return tuple(self).index(value, start, stop)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self._array.astype(dtype or self._array.dtype, copy=bool(copy))
 
-    def __add__(self, other: Sequence[_T]) -> tuple[_T, ...]:
-        return tuple(self) + tuple(other)
+    def __add__(self, other: Numbers[_T] | tuple[_T, ...]) -> tuple[_T, ...]:
+        return tuple(self) + (tuple(other) if isinstance(other, Numbers) else other)
 
-    def __radd__(self, other: Sequence[_T]) -> tuple[_T, ...]:
-        return tuple(other) + tuple(self)
+    def __radd__(self, other: tuple[_T, ...]) -> tuple[_T, ...]:
+        return other + tuple(self)
 
     @override
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Numbers | tuple) and tuple(self) == tuple(other)
+        # As of a tuple: with an array it is the comparison of each number.
+        return tuple(self) == (tuple(other) if isinstance(other, Numbers) else other)
 
     @override
     def __hash__(self) -> int:

@@ -73,7 +73,7 @@ def reward_input(
         prompt_id=prompt_id or prompt,
         prompt=prompt,
         response=response,
-        prompt_ids=tuple(prompt.encode()),
+        prompt_ids=Numbers.of(list(prompt.encode())),
         response_ids=Numbers.of(list(response.encode())),
         finished=finished,
         meta=dict(meta or {}),

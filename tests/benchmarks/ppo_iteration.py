@@ -23,6 +23,7 @@ import random
 import statistics
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,42 +104,34 @@ def operations() -> dict[str, float]:
     language_model = 2.0 * (LAYERS * tokens + HEAD * targets)
     critic = 2.0 * LAYERS * tokens
     return {
-        "rollout": 2.0
-        * (LAYERS * (tokens - PROMPTS) + HEAD * targets),  # the last token is not computed with
+        # The last token is not computed with.
+        "rollout": 2.0 * (LAYERS * (tokens - PROMPTS) + HEAD * targets),
         "scoring": 2 * language_model + critic,
         "training": 3 * (language_model + critic),  # the backward pass costs twice the forward pass
     }
 
 
-def core_rates(dtype: str, device: str = "cpu") -> dict[str, float]:
-    """Return the operations and the bytes of one core, or of a GPU, in a second: of a matrix product of the
-    models' shape, and of a copy that does not fit into a cache. The fastest of seven.
+def core_rates(dtype: str) -> dict[str, float]:
+    """Return the operations and the bytes of one core in a second: of a matrix product of the models' shape,
+    and of a copy that does not fit into a cache. The fastest of seven.
     """
     kind: torch.dtype = getattr(torch, dtype)
-    x = torch.randn(2048, 256, device=device).to(kind)
-    weight = torch.randn(688, 256, device=device).to(kind)
-    source, target = torch.ones(2, 2**25, device=device)
+    x = torch.randn(2048, 256).to(kind)
+    weight = torch.randn(688, 256).to(kind)
+    source, target = torch.ones(2, 2**25)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        product = _fastest(lambda: [linear(x, weight, None) for _ in range(8)], device) / 8
-        copy = _fastest(lambda: target.copy_(source), device)
+        product = _fastest(lambda: [linear(x, weight, None) for _ in range(8)]) / 8
+        copy = _fastest(lambda: target.copy_(source))
     finally:
         torch.set_num_threads(threads)
     return {"operations": 2.0 * 2048 * 256 * 688 / product, "bytes": 2.0 * 4 * 2**25 / copy}
 
 
-def _fastest(call: Callable[[], object], device: str) -> float:
-    # On CPUs without the time of other programs.
-    clock = time.perf_counter if device == "cuda" else time.process_time
-    found = []
-    for _ in range(7):
-        started = clock()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(clock() - started)
-    return min(found)
+def _fastest(call: Callable[[], object]) -> float:
+    # Without the time of other programs.
+    return min(timeit.repeat(call, timer=time.process_time, number=1, repeat=7))
 
 
 def limits(rates: dict[str, float], dtype: str) -> dict[str, float]:

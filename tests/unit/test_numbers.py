@@ -1,6 +1,7 @@
 """`Numbers`: the token ids of a response, which are read like a tuple.
 
-- length, index, slice, iteration, `in`, `+`, `==` and `hash` are those of the tuple of the same numbers
+- length, index, slice, iteration, `in`, `index`, `+`, `==` and `hash` are those of the tuple of the same
+  numbers, also beside an array
 - they are an array without a copy, that cannot be written, and that is not copied for a slice
 - a copy and what a pickle gives are equal
 - a user's function in its own process can do the same with the tokens of its samples
@@ -42,12 +43,19 @@ def test_they_are_read_like_a_tuple() -> None:
     assert numbers != IDS[:3] and numbers != (1, 2, 3, 4) and numbers != list(IDS)
     assert (len(numbers), tuple(numbers), repr(numbers)) == (4, IDS, repr(IDS))
     assert (numbers[0], numbers[-1]) == (7, 2**31 - 1)
-    assert tuple(numbers[1:3]) == (8, 8) and tuple(numbers[::-1]) == IDS[::-1]
-    assert (numbers.count(8), numbers.index(8), 9 in numbers) == (2, 1, False)
+    assert tuple(numbers[1:3]) == (8, 8) and tuple(numbers[::-1]) == IDS[::-1] == tuple(reversed(numbers))
+    assert (numbers.count(8), numbers.index(8), numbers.index(8, 2), 9 in numbers) == (2, 1, 2, False)
     assert (1, 2) + numbers == (1, 2, *IDS) and numbers + (1,) == (*IDS, 1) == numbers + Numbers.of([1])  # noqa: RUF005
     assert all(type(number) is int for number in (*numbers, numbers[0]))
     with pytest.raises(IndexError):
         numbers[4]
+
+
+def test_an_array_beside_them_is_as_beside_a_tuple() -> None:
+    numbers: Any = Numbers.of(IDS)
+    array = np.arange(4)
+    assert (numbers + array).tolist() == (array + IDS).tolist()
+    assert (numbers == array).tolist() == [False] * 4
 
 
 def test_an_array_is_neither_copied_nor_written() -> None:

@@ -11,15 +11,16 @@ and the controller can do something else.
 
 The tokens stay in chunks (`ppo.training.batch`), to which the batch has references. They are fetched one
 chunk at a time, and only for held-out evaluations, tables of samples, checkpoints with `ppo.staleness`, and
-rewards that the controller asks. The record and the comparison of engines and policy after a sync fetch all
-chunks of their batch at once.
+rewards that the controller asks. Responses that are read are views of their chunk, which stays in the object
+store with them. The record and the comparison of engines and policy after a sync fetch all chunks of their
+batch at once.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, overload
@@ -147,7 +148,7 @@ class Sampling:
 
 
 class Composer(Protocol):
-    """Scores batches: `RewardComposer`, or `RewardActors`, which does it on other hosts."""
+    """Scores batches: `RewardComposer`, or, with other hosts, `RewardActors` or `DecodedElsewhere`."""
 
     def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch: ...
 
@@ -495,9 +496,6 @@ class RewardInputs(Sequence[RewardInput]):
     def __getitem__(self, index: slice) -> list[RewardInput]: ...
     def __getitem__(self, index: int | slice) -> RewardInput | list[RewardInput]:
         return self._all()[index]
-
-    def __iter__(self) -> Iterator[RewardInput]:
-        return iter(self._all())
 
     def _all(self) -> list[RewardInput]:
         if self._inputs is None:

@@ -108,12 +108,14 @@ class StoredRollouts:
         batches = []
         for number, rewards in enumerate(content["rewards"]):
             rows = self._load(f"batch-{number}")
+            # Each once: a prompt is made anew when it is asked for.
+            prompts = {i: self._prompts[i] for i in set(rows["prompts"].tolist())}
             batch = RolloutBatch(
                 chunks,
                 Places(rows["objects"], rows["rows"]),
                 rows["lengths"],
                 rows["finished"],
-                [self._prompts[i] for i in rows["prompts"].tolist()],
+                [prompts[i] for i in rows["prompts"].tolist()],
                 None if rewards is None else RewardBatch(**rewards),
                 version=content["version"],
                 seeds_B=rows["seeds"],

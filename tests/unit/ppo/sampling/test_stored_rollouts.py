@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import SafetensorError
 
+from rlhf_core.data.dataset import Rows
 from rlhf_core.ppo.sampling.schedule import StoredRollouts
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of, header_of
 from rlhf_core.rewards.compose import RewardBatch
@@ -56,9 +58,9 @@ def batch_with(rewards: RewardBatch | None = None) -> RolloutBatch:
 def test_what_was_written_is_read(tmp_path: Path, rewards: RewardBatch | None) -> None:
     written = batch_with(rewards)
     StoredRollouts(tmp_path, REPEATED, ScriptedFleet()).write(5, written)
-    stored = StoredRollouts(tmp_path, REPEATED, ScriptedFleet())
+    stored = StoredRollouts(tmp_path, Rows(4, lambda i: replace(REPEATED[i])), ScriptedFleet())
     read = stored.read(5)
-    assert read is not None
+    assert read is not None and len({id(prompt) for prompt in read.prompts}) == 4
     assert (rollouts(read), read.prompts, read.replaced) == (rollouts(written), written.prompts, 1)
     assert (read.scores_before, read.version) == (0.25, 4)
     assert repr(read.rewards) == repr(rewards)
