@@ -168,7 +168,7 @@ class Numbers(Sequence[_T]):
     # The methods of `Sequence` make an object for each index.
     @override
     def __reversed__(self) -> Iterator[_T]:
-        return reversed(self._array.tolist())
+        return iter(self._array[::-1].tolist())
 
     @override
     def index(self, value: Any, start: int = 0, stop: int = 2**63 - 1) -> int:

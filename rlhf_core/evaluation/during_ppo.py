@@ -27,6 +27,7 @@ from rlhf_core.evaluation.scoring import has_gold, score_gold
 from rlhf_core.evaluation.statistics import distinct_n, group_of, preference
 from rlhf_core.evaluation.summary import select
 from rlhf_core.ppo.fleet.fleet import Fleet
+from rlhf_core.ppo.sampling.reward_actor import DecodedElsewhere
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, RewardInputs
 from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.ppo.training.experience import shaped_scores
@@ -45,6 +46,7 @@ class AgainstSFT:
 
     def __init__(self, composer: RewardComposer) -> None:
         self._composer = composer
+        self.total = composer.total
         self.responses: list[str] = []
         """(n,) of the SFT model, in the order of the prompts; empty before its evaluation."""
 
@@ -56,10 +58,6 @@ class AgainstSFT:
             replace(sample, response=text) for sample, text in zip(samples, self.responses, strict=True)
         ]
         return self._composer.score(samples, model_scores, opponents)
-
-    def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
-        """See `RewardComposer.total`."""
-        return self._composer.total(by_source, count)
 
 
 class HeldOutEvaluation:
@@ -89,6 +87,8 @@ class HeldOutEvaluation:
         self._decode = decode
         self._against = None
         if comparing_sources(config.ppo.rewards):
+            if isinstance(composer, DecodedElsewhere):
+                composer = composer.composer  # the controller decodes these few responses
             assert isinstance(composer, RewardComposer)
             composer = self._against = AgainstSFT(composer)
         seed = derive_seed(config.run.seed, "ppo", "evaluation")

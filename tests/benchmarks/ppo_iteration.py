@@ -6,7 +6,7 @@ a rule reward: the share of token ids below 1024. Seconds are medians over the c
 are of all processes. `--dtype bfloat16` computes policy, critic, reference and engines in bfloat16.
 
 Next to the CPU seconds of a part is its limit: what the part needs at least on one core of this machine, at
-the rate of matrix products and the memory bandwidth that are measured before the run. The limit is the larger
+the rate of matrix products and the memory bandwidth that are measured after the run. The limit is the larger
 of two: the operations of the matrix products, and the bytes that must be read and written (in the rollout all
 weights for each token of a request; in the optimizer parameters, gradients and two moments; in the sync the
 weights, once by the policy and once by each engine). Attention and activations are in none. `waiting` is the
@@ -119,13 +119,9 @@ def core_rates(dtype: str) -> dict[str, float]:
     x = torch.randn(2048, 256).to(kind)
     weight = torch.randn(688, 256).to(kind)
     source, target = torch.ones(2, 2**25)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        product = _fastest(lambda: [linear(x, weight, None) for _ in range(8)]) / 8
-        copy = _fastest(lambda: target.copy_(source))
-    finally:
-        torch.set_num_threads(threads)
+    product = _fastest(lambda: [linear(x, weight, None) for _ in range(8)]) / 8
+    copy = _fastest(lambda: target.copy_(source))
     return {"operations": 2.0 * 2048 * 256 * 688 / product, "bytes": 2.0 * 4 * 2**25 / copy}
 
 
@@ -280,9 +276,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of models and engines"
     )
     args = parser.parse_args(arguments)
-    rates = core_rates(args.dtype)
     with tempfile.TemporaryDirectory() as folder:
         result = run(args.iterations, args.warm_up, Path(folder), args.staleness, args.dtype)
+    rates = core_rates(args.dtype)
     result["ppo_iteration"] |= {"rates": rates, "limits": limits(rates, args.dtype)}
     Console().print(_table(result))
     args.out.parent.mkdir(parents=True, exist_ok=True)

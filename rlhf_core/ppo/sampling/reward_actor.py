@@ -89,9 +89,8 @@ class RewardActor(Actor):
         normalized over the whole batch.
         """
         heartbeat("score", math.inf)  # each rule has a time limit of its own
-        settings = self._settings
         responses = part.responses(chunks)
-        texts = decoded(responses, settings.decode, settings.threads)
+        texts = decoded(responses, self._settings.decode, self._settings.threads)
         inputs = list(map(reward_input, part.prompts, responses, part.finished.tolist(), texts))
         return self._composer.score(inputs, part.model_scores)
 
@@ -170,13 +169,13 @@ class DecodedElsewhere:
     """
 
     def __init__(self, actors: RewardActors, composer: RewardComposer) -> None:
-        self._actors, self._composer = actors, composer
+        self._actors, self.composer = actors, composer
         self.total = composer.total
 
     def score(self, batch: RewardInputs, model_scores: Sequence[float] | None) -> RewardBatch:
         """See `RewardComposer.score`. Raises WorkerDied if an actor has died."""
         batch.texts = self._actors.texts(batch)
-        return self._composer.score(batch, model_scores)
+        return self.composer.score(batch, model_scores)
 
 
 def _parts(

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -490,11 +490,7 @@ class RewardInputs(Sequence[RewardInput]):
     def __len__(self) -> int:
         return len(self.batch)
 
-    @overload
-    def __getitem__(self, index: int) -> RewardInput: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RewardInput]: ...
-    def __getitem__(self, index: int | slice) -> RewardInput | list[RewardInput]:
+    def __getitem__(self, index: Any) -> Any:
         return self._all()[index]
 
     def _all(self) -> list[RewardInput]:

@@ -22,6 +22,7 @@ from typing_extensions import override
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.placement import Role
 from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
+from rlhf_core.ppo.sampling.reward_actor import DecodedElsewhere, RewardActors, RewardSettings
 from rlhf_core.ppo.training.batch import ModelScores, RolloutColumns, row_columns
 from rlhf_core.ppo.watching.selection import HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
@@ -96,6 +97,7 @@ class Evaluation(HeldOutEvaluation):
         judge: (n,) scores of each version; None for a run without a judge.
         source: The only reward.
         deviations: (n,) of the members of an ensemble.
+        elsewhere: Whether other nodes decode the responses.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class Evaluation(HeldOutEvaluation):
         judge: dict[int, list[float]] | None,
         source: Mapping[str, Any] = KEYWORDS,
         deviations: Sequence[float] = (),
+        *,
+        elsewhere: bool = False,
     ) -> None:
         self._engine = ScriptedEngine(respond)
         self._models = Models(judge or {})
@@ -124,7 +128,11 @@ class Evaluation(HeldOutEvaluation):
             ranks={role: [self._models] for role in roles},
             engines=[ScriptedEngineActor(self._engine)],
         )
-        super().__init__(config, self._scripted_fleet, PROMPTS, self._decode_version, self._composer)
+        composer: Any = self._composer
+        if elsewhere:
+            actors = RewardActors(self._scripted_fleet, RewardSettings((), self._decode_version))
+            composer = DecodedElsewhere(actors, self._composer)
+        super().__init__(config, self._scripted_fleet, PROMPTS, self._decode_version, composer)
         self._seed = derive_seed(config.run.seed, "ppo", "evaluation")
 
     def _decode_version(self, _ids: Sequence[int]) -> str:
@@ -216,7 +224,7 @@ def test_a_reward_that_compares_sees_the_response_of_the_sft_model_as_well() -> 
     evaluation = Evaluation(rewards, judge, compares)
     first = evaluation.evaluate(0).metrics
     assert first["eval/rewards/language_model/judge_agreement"] == 0.5
-    restarted = Evaluation(rewards, judge, compares)
+    restarted = Evaluation(rewards, judge, compares, elsewhere=True)
     restarted.load_state_dict(evaluation.state_dict())
     for each in (evaluation, restarted):
         found = each.evaluate(2).metrics
