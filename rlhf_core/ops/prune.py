@@ -216,7 +216,6 @@ class Pruning:
         changed in the meantime.
         """
         known, claims = plan.known, dict(plan.known.claims)
-        trash: list[str] = []
         allowed = {item.subject for item in plan.deleted}
         for item in plan.deleted:
             subject = item.subject
@@ -228,7 +227,6 @@ class Pruning:
                 deleted = remove_copy(self._store, subject)
             elif isinstance(subject, Trace):
                 deleted = subject in allowed and self._remove_trace(subject)
-                trash += subject.where if deleted and subject.kind == "mlflow" else ()
             else:
                 is_allowed = subject in allowed or isinstance(subject, Pending)
                 claim = claims[subject.key]
@@ -236,9 +234,6 @@ class Pruning:
                 if deleted:  # its own claim is the last one now
                     claims[subject.key] = replace(claim, attempt=claim.attempt + 1)
             yield item, deleted
-        # After a kill, the next command finds them in the trash.
-        with registry_errors(self._mlflow, "delete the runs in its trash"):
-            self._mlflow.delete_for_good(trash)
 
     def _remove_trace(self, trace: Trace) -> bool:
         if trace.kind != "mlflow":

@@ -82,13 +82,13 @@ def remove_from_home(home: Home, trace: Trace) -> bool:
 
 
 def remove_from_mlflow(mlflow: Mlflow, trace: Trace) -> bool:
-    """Move the runs of a pipeline to MLflow's trash. Return False if the pipeline has run again."""
+    """Delete the runs of a pipeline. Return False if the pipeline has run again."""
     pipeline = mlflow.past_run(trace.where[0])
     if pipeline is None or not pipeline.finished or pipeline.updated > trace.updated:
         return False
     # The pipeline last: it is what the next command finds after a kill.
     for run_id in reversed(trace.where):
-        mlflow.delete_run(run_id)
+        mlflow.delete_for_good(run_id)
     return True
 
 

@@ -2,7 +2,7 @@
 
 - nothing without `--also`; with it, what is older than the age of its kind, and of no run that is kept
 - a run is kept if its policy is, while it is young or unfinished, or if people have voted
-- runs in MLflow are deleted for good, also after a kill, and not if they ran again
+- runs in MLflow are deleted for good, also after a kill, and not if they ran again; nothing else in its trash
 - Prefect's database is deleted while nothing uses it
 """
 
@@ -149,18 +149,31 @@ def test_a_run_of_another_store_is_kept(runs: OldRuns, home: Path, mlflow: Mlflo
         assert len(plan.groups()[kind, Reason.OTHER_STORE]) == 1
 
 
-def test_runs_in_the_trash_are_deleted_by_the_next_command(runs: OldRuns, home: Path, mlflow: Mlflow) -> None:
+def test_runs_that_a_kill_left_are_deleted_by_the_next_command(
+    runs: OldRuns, home: Path, mlflow: Mlflow
+) -> None:
     leave_traces(home, mlflow, "old", {"data": runs.publish("old", "data")})
     mlflow.create_run("of another program", {})
-    command = pruning(runs, mlflow, home, {"mlflow": 30 * DAY})
-    plan = command.plan()
-    killed = patch.object(mlflow, "delete_for_good", side_effect=KeyboardInterrupt)
-    with killed, pytest.raises(KeyboardInterrupt):
-        list(command.delete(plan))
-    assert len(mlflow.past_runs()) == 3
+    client = mlflow._client
+    trashed = client.create_experiment("of another program")
+    client.create_run(trashed)
+    client.delete_experiment(trashed)
+    for step in ("delete_for_good", "delete_run"):
+        command = pruning(runs, mlflow, home, {"mlflow": 30 * DAY})
+        plan, done = command.plan(), getattr(mlflow, step)
+
+        def kill(run_id: str, done: Callable[[str], None] = done) -> None:
+            done(run_id)
+            raise KeyboardInterrupt
+
+        with patch.object(mlflow, step, kill), pytest.raises(KeyboardInterrupt):
+            list(command.delete(plan))
+    assert len(mlflow.past_runs()) == 2, "the stage is gone, and the pipeline is in the trash"
     again = pruning(runs, mlflow, home, {"mlflow": 30 * DAY})
     assert [deleted for _, deleted in again.delete(again.plan())] == [True]
     assert [run.name for run in mlflow.past_runs()] == ["of another program"]
+    # `mlflow gc` would delete it.
+    assert client.get_experiment(trashed).lifecycle_stage == "deleted"
 
 
 def test_a_pipeline_that_ran_again_in_the_meantime_is_kept(runs: OldRuns, home: Path, mlflow: Mlflow) -> None:
