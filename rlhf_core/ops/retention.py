@@ -278,7 +278,7 @@ def _reason_of_run(
     if trained and trained[-1] in needed:
         return Reason.RUN
     # Each stage that was ever made in a store has claimed its key there.
-    if run.artifacts and not any(name.key in known.inventory.keys for name in run.artifacts):
+    if not all(name.key in known.inventory.keys for name in run.artifacts):
         return Reason.OTHER_STORE
     return None
 

@@ -249,7 +249,7 @@ class Mlflow:
         return run and _past(run)
 
     def delete_for_good(self, run_id: str) -> None:
-        """Delete a run with its artifacts. On a server it is in the trash until `mlflow gc` is called there."""
+        """Delete a run with its artifacts. On a server it is in the trash until `mlflow gc` is called."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         self.delete_run(run_id)

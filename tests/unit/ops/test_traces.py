@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -126,27 +127,43 @@ def test_only_kinds_that_are_named_are_deleted_and_only_of_runs_that_are_not_kep
     assert left(home, mlflow) == {"mlflow": set(made), "runs": set(made), "logs": kept}
     assert runs.present() == everything - gone
     delete(ALL)
-    # MLflow does not know of votes, and its runs were made today.
-    of_mlflow = kept - {"voted", "young"} | {"young"}
-    assert left(home, mlflow) == {"mlflow": of_mlflow, "runs": kept, "logs": kept}
+    assert left(home, mlflow) == {"mlflow": kept, "runs": kept, "logs": kept}
     assert runs.present() == everything - gone - {
         each for each in names(made["refused"]) if each.stage in NOT_TRAINED
     }
     with sqlite3.connect(home / "mlflow.db") as connection:
-        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (
-            len(of_mlflow) * (1 + len(INPUTS)),
-        )
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (len(kept) * (1 + len(INPUTS)),)
     files = {file.read_text() for file in (home / "mlartifacts").rglob("notes.txt")}
-    assert files == of_mlflow and (home / "mlflow.db").stat().st_size <= database
+    assert files == kept and (home / "mlflow.db").stat().st_size <= database
 
 
 def test_a_run_of_another_store_is_kept(runs: OldRuns, home: Path, mlflow: Mlflow, tmp_path: Path) -> None:
     runs.run("here")
+    # The same data give the same key in both stores.
+    runs.publish("there", "data")
     made = OldRuns(Store(tmp_path / "other"), tmp_path / "work").run("there")
     leave_traces(home, mlflow, "there", made)
     plan = pruning(runs, mlflow, home, ALL).plan()
     for kind in ("mlflow", "runs", "logs"):
         assert len(plan.groups()[kind, Reason.OTHER_STORE]) == 1
+
+
+def test_artifacts_of_a_run_that_only_mlflow_knows_are_kept_with_it(
+    runs: OldRuns, home: Path, mlflow: Mlflow
+) -> None:
+    made = {name: runs.run(name) for name in ("old", "on another host", "champion")}
+    for name, artifacts in made.items():
+        state = "running" if name == "on another host" else "finished"
+        leave_traces(home, mlflow, name, artifacts, state=state)
+        version = runs.register(name, artifacts)
+    runs.crown(version)
+    for folder in ("runs", "logs"):
+        shutil.rmtree(home / folder)
+    command = pruning(runs, mlflow, home, {"data": 30 * DAY, "evaluations": 30 * DAY})
+    for _ in command.delete(command.plan()):
+        pass
+    expected = names(made["champion"]) | names(made["on another host"], "data", "evaluate", "register")
+    assert runs.present() == expected and len(left(home, mlflow)["mlflow"]) == 3
 
 
 def test_runs_that_a_kill_left_are_deleted_by_the_next_command(
