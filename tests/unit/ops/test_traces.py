@@ -166,6 +166,23 @@ def test_artifacts_of_a_run_that_only_mlflow_knows_are_kept_with_it(
     assert runs.present() == expected and len(left(home, mlflow)["mlflow"]) == 3
 
 
+def test_a_run_whose_policy_is_deleted_is_not_kept_by_a_model_that_it_shares(
+    runs: OldRuns, home: Path, mlflow: Mlflow
+) -> None:
+    made = {"old": runs.run("old")}
+    made["champion"] = runs.run("champion", shared={stage: made["old"][stage] for stage in ("data", "sft")})
+    for name, artifacts in made.items():
+        leave_traces(home, mlflow, name, artifacts)
+        version = runs.register(name, artifacts)
+    runs.crown(version)
+    for also in ({}, ALL):
+        command = pruning(runs, mlflow, home, also)
+        for _ in command.delete(command.plan()):
+            pass
+    assert left(home, mlflow) == {"mlflow": {"champion"}, "runs": {"champion"}, "logs": {"champion"}}
+    assert runs.present() == names(made["champion"])
+
+
 def test_runs_that_a_kill_left_are_deleted_by_the_next_command(
     runs: OldRuns, home: Path, mlflow: Mlflow
 ) -> None:
