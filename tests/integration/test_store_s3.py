@@ -169,7 +169,7 @@ def test_what_is_sent_is_compared_with_its_digest(store: Store, tmp_path: Path, 
 def test_what_is_sent_again_after_lost_answers_is_whole(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    from aiobotocore.httpsession import AIOHTTPSession
+    from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
     from botocore.exceptions import ConnectionClosedError
 
     store.check()
