@@ -245,7 +245,7 @@ def _prune(
     """
     from rich.console import Console
 
-    from rlhf_core.ops.prune import Pruning, describe_folder, parse_age, parse_kinds
+    from rlhf_core.ops.prune import Pruning, parse_age, parse_kinds
     from rlhf_core.storage.bundles import readable_size
 
     age, kinds = parse_age(older_than), parse_kinds(also)
@@ -254,7 +254,6 @@ def _prune(
     plan = pruning.plan()
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     total, count = sum(item.size for item in plan.deleted), len(plan.deleted)
-    folder = pruning.home.path
     console.print(_table_of(plan))
     if not delete:
         for item in plan.deleted:
@@ -262,7 +261,6 @@ def _prune(
         print(f"would be deleted: {count}, {readable_size(total)}")
         if plan.deleted:
             print("nothing was changed; the same command with --delete deletes")
-        print(printable(describe_folder(folder)))
         return 0
     if plan.deleted:
         # Not for a plan, which deletes nothing: the ages follow from two clocks.
@@ -273,7 +271,6 @@ def _prune(
         state = "deleted" if deleted else "kept, because it has changed in the meantime"
         print(printable(f"{item.label}, {readable_size(item.size)}: {state}"), flush=True)
     print(f"deleted: {done}, {readable_size(freed)}")
-    print(printable(describe_folder(folder)))
     return 0
 
 

@@ -56,7 +56,7 @@ from rlhf_core.storage.artifacts import (
     parse_artifact_copy,
     store_file,
 )
-from rlhf_core.storage.bundles import MANIFEST, readable_size
+from rlhf_core.storage.bundles import MANIFEST
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Claim, Fence, claim_next, observe, renewed
 from rlhf_core.storage.inventory import (
@@ -84,8 +84,6 @@ _CLOCK_SECONDS = 3600.0
 """Difference up to which the clocks of this machine and of the store agree."""
 _FRESH_SECONDS = 5.0
 """Age after which the registry and the state of runs are read again before something is deleted."""
-_SHOWN_FOLDERS = 6
-"""The line about `run.home` has at most so many of its folders and files."""
 _DAYS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)d?")
 _KEY = re.compile(r"rlhf\.([a-z]+)\.key")
 """Tag of a version with the key of one of its artifacts."""
@@ -216,7 +214,6 @@ class Pruning:
         changed in the meantime.
         """
         known, claims = plan.known, dict(plan.known.claims)
-        trash: list[str] = []
         allowed = {item.subject for item in plan.deleted}
         for item in plan.deleted:
             subject = item.subject
@@ -228,7 +225,6 @@ class Pruning:
                 deleted = remove_copy(self._store, subject)
             elif isinstance(subject, Trace):
                 deleted = subject in allowed and self._remove_trace(subject)
-                trash += subject.where if deleted and subject.kind == "mlflow" else ()
             else:
                 is_allowed = subject in allowed or isinstance(subject, Pending)
                 claim = claims[subject.key]
@@ -236,9 +232,6 @@ class Pruning:
                 if deleted:  # its own claim is the last one now
                     claims[subject.key] = replace(claim, attempt=claim.attempt + 1)
             yield item, deleted
-        # After a kill, the next command finds them in the trash.
-        with registry_errors(self._mlflow, "delete the runs in its trash"):
-            self._mlflow.delete_for_good(trash)
 
     def _remove_trace(self, trace: Trace) -> bool:
         if trace.kind != "mlflow":
@@ -484,17 +477,6 @@ def stale_copies(store: Store, cache: Path, artifacts: Collection[StoredArtifact
         copy = parse_artifact_copy(str(folder))
         if copy is not None and copy.store == store.url and folder.name not in present and folder.is_dir():
             yield CachedCopy(ArtifactName(copy.stage, copy.key), folder, bytes_below(folder))
-
-
-def describe_folder(home: Path) -> str:
-    """Return the size of `run.home` and of what is in it, the largest first."""
-    sizes = {}
-    for each in home.iterdir() if home.is_dir() else ():
-        with suppress(FileNotFoundError):  # a running pipeline deletes files at the same time
-            sizes[each.name] = bytes_below(each) if each.is_dir() else each.stat().st_size
-    largest = sorted(sizes, key=lambda name: (-sizes[name], name))[:_SHOWN_FOLDERS]
-    of = ", ".join(f"{name} {readable_size(sizes[name])}" for name in largest)
-    return f"{home} is {readable_size(sum(sizes.values()))}: {of or 'empty'}"
 
 
 def remove_copy(store: Store, copy: CachedCopy) -> bool:

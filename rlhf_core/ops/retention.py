@@ -156,10 +156,10 @@ class Known:
         return max(self.age, UNFINISHED_SECONDS)
 
     @cached_property
-    def trained(self) -> frozenset[ArtifactName]:
-        """The artifacts with weights that a stage has trained."""
+    def trained(self) -> frozenset[str]:
+        """The stages whose artifacts have weights."""
         found = [artifact for artifact in self.inventory.artifacts if artifact.has_weights]
-        return frozenset(artifact.name for artifact in found if artifact.name.stage != "data")
+        return frozenset(artifact.name.stage for artifact in found) - {"data"}
 
     @cached_property
     def runs_with(self) -> Mapping[ArtifactName, Sequence[Trace]]:
@@ -273,12 +273,12 @@ def _reason_of_run(
         return run.own
     if run.updated > known.now - age:
         return Reason.YOUNG
-    # The last one is its policy. The others are often those of other runs, too.
-    trained = [name for name in run.artifacts if name in known.trained]
+    # The last one is its policy, which may be deleted. The others are often those of other runs, too.
+    trained = [name for name in run.artifacts if name.stage in known.trained]
     if trained and trained[-1] in needed:
         return Reason.RUN
     # Each stage that was ever made in a store has claimed its key there.
-    if run.artifacts and not any(name.key in known.inventory.keys for name in run.artifacts):
+    if not all(name.key in known.inventory.keys for name in run.artifacts):
         return Reason.OTHER_STORE
     return None
 

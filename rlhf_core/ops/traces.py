@@ -41,12 +41,13 @@ def traces_of_home(home: Home) -> list[Trace]:
 
 
 def traces_of_mlflow(mlflow: Mlflow, home: Home, also: Collection[str]) -> list[Trace]:
-    """Return the runs of all pipelines in MLflow. If `also` does not have `mlflow`, return one entry for all,
-    whose size is 0 if they are not in `run.home`: MLflow reads a hundred runs in a second.
+    """Return the runs of all pipelines in MLflow. If no kind of `also` depends on them, return one entry for
+    all, whose size is 0 if they are not in `run.home`: MLflow reads a hundred runs in a second.
     """
     database = sqlite_path(mlflow.uri)
     size = database.stat().st_size if database is not None and database.exists() else 0
-    if "mlflow" not in also:
+    # Artifacts, too: the home has only its own runs.
+    if not {"mlflow", "data", "evaluations"}.intersection(also):
         size += bytes_below(home.mlflow_artifacts)
         return [Trace("mlflow", "of all runs", (), size, math.inf)]
     runs = mlflow.past_runs()
@@ -54,15 +55,15 @@ def traces_of_mlflow(mlflow: Mlflow, home: Home, also: Collection[str]) -> list[
     for run in runs:
         if run.tags.get(PARENT) in members and STAGE_KEY in run.tags:
             members[run.tags[PARENT]].append(run)
-    return [_of_pipeline(pipeline, size // len(runs)) for pipeline in members.values()]
+    return [_of_pipeline(pipeline, size // len(runs), home) for pipeline in members.values()]
 
 
 def remove_from_home(home: Home, trace: Trace) -> bool:
     """Delete what a run has left in `run.home`. Return False if it has changed."""
-    if trace not in traces_of_home(home):
-        return False
     if trace.kind != "prefect":
         path = Path(*trace.where)
+        if not path.exists() or _of_folder(trace.kind, path, home) != trace:
+            return False
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -70,7 +71,7 @@ def remove_from_home(home: Home, trace: Trace) -> bool:
         return True
     try:
         with FileLock(home.prefect_lock, timeout=0):
-            if trace not in traces_of_home(home):
+            if not home.prefect_complete.exists() or _of_prefect(home) != trace:
                 return False
             # The marker first: what a kill leaves then is deleted by the next run.
             home.prefect_complete.unlink()
@@ -82,19 +83,19 @@ def remove_from_home(home: Home, trace: Trace) -> bool:
 
 
 def remove_from_mlflow(mlflow: Mlflow, trace: Trace) -> bool:
-    """Move the runs of a pipeline to MLflow's trash. Return False if the pipeline has run again."""
+    """Delete the runs of a pipeline. Return False if the pipeline has run again."""
     pipeline = mlflow.past_run(trace.where[0])
     if pipeline is None or not pipeline.finished or pipeline.updated > trace.updated:
         return False
     # The pipeline last: it is what the next command finds after a kill.
     for run_id in reversed(trace.where):
-        mlflow.delete_run(run_id)
+        mlflow.delete_for_good(run_id)
     return True
 
 
 def _of_folder(kind: str, path: Path, home: Home) -> Trace:
     run = home.run(path.name)
-    own = Reason.VOTES if (run / "review").exists() else None
+    own = _votes(run)
     state = read_state(run / "run.json")
     if state is None:  # it is of no run, or of one whose folder was deleted
         files = [path, *path.rglob("*")]
@@ -104,6 +105,10 @@ def _of_folder(kind: str, path: Path, home: Home) -> Trace:
         own = Reason.UNFINISHED
     artifacts = _artifacts((stage, str(each.get("key"))) for stage, each in state["stages"].items())
     return Trace(kind, path.name, (str(path),), _size(path), state["updated"], artifacts, own)
+
+
+def _votes(run: Path) -> Reason | None:
+    return Reason.VOTES if (run / "review").exists() else None
 
 
 def _size(path: Path) -> int:
@@ -123,12 +128,12 @@ def _of_prefect(home: Home) -> Trace:
     return Trace("prefect", "prefect.db", (str(home.prefect),), size, created, own=own)
 
 
-def _of_pipeline(runs: list[PastRun], share: int) -> Trace:
+def _of_pipeline(runs: list[PastRun], share: int, home: Home) -> Trace:
     """Return the runs of a pipeline and of its stages. `share` is the size of a run in the database."""
     size = share * len(runs)
     size += sum(bytes_below(run.folder) for run in runs if run.folder is not None)
     artifacts = _artifacts((run.tags.get(STAGE, ""), run.tags[STAGE_KEY]) for run in runs[1:])
-    own = None if all(run.finished for run in runs) else Reason.UNFINISHED
+    own = _votes(home.run(runs[0].name)) if all(run.finished for run in runs) else Reason.UNFINISHED
     where = tuple(run.run_id for run in runs)
     updated = max(run.updated for run in runs)
     return Trace("mlflow", runs[0].name, where, size, updated, artifacts, own)

@@ -163,7 +163,7 @@ class FileDigests:
         known = self._known.get(str(path), "")
         if not known.startswith(stamp):
             # A second change within one tick of the file system's clock would have the same stamp.
-            is_settled = abs(time.time() - status.st_ctime) > _TICK_SECONDS
+            is_settled = time.time() - status.st_ctime > _TICK_SECONDS
             known = stamp + hash_file(path)
             if is_settled or self._file is None:
                 self._known[str(path)] = known

@@ -18,7 +18,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import io
 import logging
 import os
 import time
@@ -35,7 +34,6 @@ from tenacity import (
     Retrying,
     retry_if_exception,
 )
-from typing_extensions import override
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import CorruptArtifact, StoreError, StoreUnavailable
@@ -177,8 +175,6 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
             # A server that stops reading blocks a request forever: the client limits only the time between
             # reads. `wait_for` is not used: in Python 3.11 it loses a cancellation that arrives at the same
             # time as the answer.
-            if isinstance(body := arguments.get("Body"), bytes):
-                arguments["Body"] = _Body(body)
             async with asyncio.timeout(limits.request_seconds):
                 return await super()._call_s3(*method, **arguments)
 
@@ -243,18 +239,6 @@ def _size_limit(limit: int | None, allow: Callable[[float], None]) -> Any:
 
 
 _digest_of_upload: ContextVar[Any] = ContextVar("digest_of_upload", default=None)
-
-
-class _Body(io.BytesIO):
-    """The content of a request. aiohttp asks for its size by its buffer, for which `BytesIO` copies all."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(content)
-        self._content = content
-
-    @override
-    def getbuffer(self) -> memoryview:
-        return memoryview(self._content)
 
 
 class S3Objects:

@@ -13,7 +13,7 @@ import os
 import shlex
 import sqlite3
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -122,14 +122,6 @@ def _follow_artifacts(file: Path) -> None:
 def artifacts_of(file: Path) -> str:
     """Return the address of the artifacts of a tracker whose database is `file`."""
     return mlflow_artifacts_of(file).as_uri()
-
-
-def compact(file: Path) -> None:
-    """Give the space of deleted rows back to the disk, unless another process uses the database for too long:
-    then MLflow uses it again.
-    """
-    with suppress(sqlite3.OperationalError), closing(sqlite3.connect(file, timeout=LOCK_SECONDS)) as database:
-        database.execute("VACUUM")
 
 
 def _create(file: Path, artifacts: str) -> None:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,8 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from rlhf_core.config.redact import is_secret, printable, scrubbed
-from rlhf_core.system.processes import python_module
-from rlhf_core.tracking.database import artifacts_of, compact, ensure_database
+from rlhf_core.tracking.database import artifacts_of, ensure_database
 
 _T = TypeVar("_T")
 
@@ -39,7 +37,6 @@ _ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
 }
 _LAST_SECONDS = 3
-_TRASH_SECONDS = 3600
 # The largest batches that MLflow accepts.
 _POINTS_PER_CALL = 1000
 _PARAMS_PER_CALL = 100
@@ -251,18 +248,16 @@ class Mlflow:
         run = _found(self._client.get_run, run_id)
         return run and _past(run)
 
-    def delete_for_good(self, run_ids: Sequence[str]) -> None:
-        """Delete runs that are in MLflow's trash, with their artifacts, if the tracker is a file. That of a
-        server keeps them until `mlflow gc` is called there.
+    def delete_for_good(self, run_id: str) -> None:
+        """Delete a run with its artifacts. On a server it is in the trash until `mlflow gc` is called."""
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-        Raises CalledProcessError and TimeoutExpired.
-        """
-        if (file := sqlite_path(self.uri)) is None or not run_ids:
+        self.delete_run(run_id)
+        if sqlite_path(self.uri) is None:
             return
-        command = [*python_module("mlflow"), "gc", "--backend-store-uri", self.uri]
-        command += ["--tracking-uri", self.uri, "--run-ids", ",".join(run_ids)]
-        subprocess.run(command, check=True, capture_output=True, timeout=_TRASH_SECONDS)
-        compact(file)
+        # What `mlflow gc` does for a run. The command itself also deletes all experiments in the trash.
+        get_artifact_repository(self._client.get_run(run_id).info.artifact_uri).delete_artifacts()
+        self._client._tracking_client.store._hard_delete_run(run_id)
 
     def reopen(self, run_id: str) -> None:
         """Mark a run as RUNNING again."""

@@ -375,7 +375,8 @@ def bucket(_rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
             for name, count in (("first", 1), ("measured", MEGABYTES)):
                 (folder / name).mkdir()
                 (folder / name / "model.safetensors").write_bytes(os.urandom(2**20) * count)
-            file = folder / "measured" / "model.safetensors"
+            file = folder / "uploaded"  # `publish` deletes the other name
+            file.hardlink_to(folder / "measured" / "model.safetensors")
             made: list[ArtifactRef] = []
 
             def publish(name: str) -> None:

@@ -26,8 +26,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rlhf_core.ops.retention import Reason
 from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
 from rlhf_core.ops.servers.supervised import SupervisedProcess
+from rlhf_core.ops.traces import traces_of_home
 from rlhf_core.system.home import Home
 from rlhf_core.system.processes import ProcessId
 from rlhf_core.system.serving import basic_auth, post, responds
@@ -70,6 +72,14 @@ def test_database_is_not_complete_after_an_interrupted_creation(
         EmbeddedPrefect(Home.of(tmp_path))
     assert not (folder / "prefect.db").exists()
     assert not (folder / "complete").exists()
+    # A complete one is used from now on, also before the server has written to it.
+    for name in ("prefect.db", "complete"):
+        (folder / name).touch()
+        os.utime(folder / name, (0, 0))
+    assert [trace.own for trace in traces_of_home(Home.of(tmp_path))] == [None]
+    with pytest.raises(KeyboardInterrupt):
+        EmbeddedPrefect(Home.of(tmp_path))
+    assert [trace.own for trace in traces_of_home(Home.of(tmp_path))] == [Reason.IN_USE]
 
 
 ATTACK = """

@@ -165,6 +165,31 @@ def test_what_is_sent_is_compared_with_its_digest(store: Store, tmp_path: Path, 
         store.put_file(file, "damaged", sha256=digest)
 
 
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_what_is_sent_again_after_lost_answers_is_whole(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    from aiobotocore.httpsession import AIOHTTPSession  # type: ignore[import-untyped]
+    from botocore.exceptions import ConnectionClosedError
+
+    store.check()
+    send, answers = AIOHTTPSession.send, iter(range(10))
+
+    async def lose(session: Any, request: Any) -> Any:
+        answer = await send(session, request)
+        if request.method == "PUT" and next(answers) < lost:
+            raise ConnectionClosedError(endpoint_url=request.url)
+        return answer
+
+    monkeypatch.setattr(AIOHTTPSession, "send", lose)
+    (tmp_path / "file").write_bytes(b"content")
+    store.put_file(tmp_path / "file", "file", sha256=hash_file(tmp_path / "file"))
+    assert store.read_bytes("file") == b"content"
+    answers = iter(range(10))
+    store.put_bytes("bytes", b"content")
+    assert store.read_bytes("bytes") == b"content"
+
+
 def test_parts_of_interrupted_uploads_are_deleted(store: Store, s3_server: Any) -> None:
     def begin(key: str) -> None:
         bucket, _, path = store.uri(key).removeprefix("s3://").partition("/")

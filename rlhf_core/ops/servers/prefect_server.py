@@ -199,7 +199,9 @@ class EmbeddedPrefect:
                 f"another run has been making Prefect's database for {START_SECONDS:g} s, or hangs: it holds "
                 f"{self._lock.lock_file}; end it and type the command again"
             ) from error
-        if self._complete.exists() and (self._folder / "prefect.db").exists():
+        database = self._folder / "prefect.db"
+        if self._complete.exists() and database.exists():
+            os.utime(database)  # `rlhf prune` deletes none that was used a moment ago
             self._lock.release()
             return
         # The marker first: if this process is killed now, the next one must not accept half a database.

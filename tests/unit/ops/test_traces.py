@@ -2,7 +2,7 @@
 
 - nothing without `--also`; with it, what is older than the age of its kind, and of no run that is kept
 - a run is kept if its policy is, while it is young or unfinished, or if people have voted
-- runs in MLflow are deleted for good, also after a kill, and not if they ran again
+- runs in MLflow are deleted for good, also after a kill, and not if they ran again; nothing else in its trash
 - Prefect's database is deleted while nothing uses it
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -126,22 +127,20 @@ def test_only_kinds_that_are_named_are_deleted_and_only_of_runs_that_are_not_kep
     assert left(home, mlflow) == {"mlflow": set(made), "runs": set(made), "logs": kept}
     assert runs.present() == everything - gone
     delete(ALL)
-    # MLflow does not know of votes, and its runs were made today.
-    of_mlflow = kept - {"voted", "young"} | {"young"}
-    assert left(home, mlflow) == {"mlflow": of_mlflow, "runs": kept, "logs": kept}
+    assert left(home, mlflow) == {"mlflow": kept, "runs": kept, "logs": kept}
     assert runs.present() == everything - gone - {
         each for each in names(made["refused"]) if each.stage in NOT_TRAINED
     }
     with sqlite3.connect(home / "mlflow.db") as connection:
-        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (
-            len(of_mlflow) * (1 + len(INPUTS)),
-        )
+        assert connection.execute("SELECT count(*) FROM runs").fetchone() == (len(kept) * (1 + len(INPUTS)),)
     files = {file.read_text() for file in (home / "mlartifacts").rglob("notes.txt")}
-    assert files == of_mlflow and (home / "mlflow.db").stat().st_size <= database
+    assert files == kept and (home / "mlflow.db").stat().st_size <= database
 
 
 def test_a_run_of_another_store_is_kept(runs: OldRuns, home: Path, mlflow: Mlflow, tmp_path: Path) -> None:
     runs.run("here")
+    # The same data give the same key in both stores.
+    runs.publish("there", "data")
     made = OldRuns(Store(tmp_path / "other"), tmp_path / "work").run("there")
     leave_traces(home, mlflow, "there", made)
     plan = pruning(runs, mlflow, home, ALL).plan()
@@ -149,18 +148,66 @@ def test_a_run_of_another_store_is_kept(runs: OldRuns, home: Path, mlflow: Mlflo
         assert len(plan.groups()[kind, Reason.OTHER_STORE]) == 1
 
 
-def test_runs_in_the_trash_are_deleted_by_the_next_command(runs: OldRuns, home: Path, mlflow: Mlflow) -> None:
+def test_artifacts_of_a_run_that_only_mlflow_knows_are_kept_with_it(
+    runs: OldRuns, home: Path, mlflow: Mlflow
+) -> None:
+    made = {name: runs.run(name) for name in ("old", "on another host", "champion")}
+    for name, artifacts in made.items():
+        state = "running" if name == "on another host" else "finished"
+        leave_traces(home, mlflow, name, artifacts, state=state)
+        version = runs.register(name, artifacts)
+    runs.crown(version)
+    for folder in ("runs", "logs"):
+        shutil.rmtree(home / folder)
+    command = pruning(runs, mlflow, home, {"data": 30 * DAY, "evaluations": 30 * DAY})
+    for _ in command.delete(command.plan()):
+        pass
+    expected = names(made["champion"]) | names(made["on another host"], "data", "evaluate", "register")
+    assert runs.present() == expected and len(left(home, mlflow)["mlflow"]) == 3
+
+
+def test_a_run_whose_policy_is_deleted_is_not_kept_by_a_model_that_it_shares(
+    runs: OldRuns, home: Path, mlflow: Mlflow
+) -> None:
+    made = {"old": runs.run("old")}
+    made["champion"] = runs.run("champion", shared={stage: made["old"][stage] for stage in ("data", "sft")})
+    for name, artifacts in made.items():
+        leave_traces(home, mlflow, name, artifacts)
+        version = runs.register(name, artifacts)
+    runs.crown(version)
+    for also in ({}, ALL):
+        command = pruning(runs, mlflow, home, also)
+        for _ in command.delete(command.plan()):
+            pass
+    assert left(home, mlflow) == {"mlflow": {"champion"}, "runs": {"champion"}, "logs": {"champion"}}
+    assert runs.present() == names(made["champion"])
+
+
+def test_runs_that_a_kill_left_are_deleted_by_the_next_command(
+    runs: OldRuns, home: Path, mlflow: Mlflow
+) -> None:
     leave_traces(home, mlflow, "old", {"data": runs.publish("old", "data")})
     mlflow.create_run("of another program", {})
-    command = pruning(runs, mlflow, home, {"mlflow": 30 * DAY})
-    plan = command.plan()
-    killed = patch.object(mlflow, "delete_for_good", side_effect=KeyboardInterrupt)
-    with killed, pytest.raises(KeyboardInterrupt):
-        list(command.delete(plan))
-    assert len(mlflow.past_runs()) == 3
+    client = mlflow._client
+    trashed = client.create_experiment("of another program")
+    client.create_run(trashed)
+    client.delete_experiment(trashed)
+    for step in ("delete_for_good", "delete_run"):
+        command = pruning(runs, mlflow, home, {"mlflow": 30 * DAY})
+        plan, done = command.plan(), getattr(mlflow, step)
+
+        def kill(run_id: str, done: Callable[[str], None] = done) -> None:
+            done(run_id)
+            raise KeyboardInterrupt
+
+        with patch.object(mlflow, step, kill), pytest.raises(KeyboardInterrupt):
+            list(command.delete(plan))
+    assert len(mlflow.past_runs()) == 2, "the stage is gone, and the pipeline is in the trash"
     again = pruning(runs, mlflow, home, {"mlflow": 30 * DAY})
     assert [deleted for _, deleted in again.delete(again.plan())] == [True]
     assert [run.name for run in mlflow.past_runs()] == ["of another program"]
+    # `mlflow gc` would delete it.
+    assert client.get_experiment(trashed).lifecycle_stage == "deleted"
 
 
 def test_a_pipeline_that_ran_again_in_the_meantime_is_kept(runs: OldRuns, home: Path, mlflow: Mlflow) -> None:
