@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import signal
 import time
 import zlib
@@ -23,10 +24,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.metadata import version
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,8 +97,8 @@ def encoding(
     most = Machine().cores() if processes is None else processes
     count = min(most, missing // _PARTS_OF_A_PROCESS)
     work = _Work(encoder, bounds)
-    with _pool(work, count) as pool:
-        yield _Parts(records, parts, work, pool, ahead=2 * count)
+    with _pool(work, count) as submit:
+        yield _Parts(records, parts, work, submit, ahead=2 * count)
     _delete_old(folder)
 
 
@@ -175,9 +178,10 @@ class _Parts:
     records: Mapping[SetName, Sequence[SourceRecord]]
     parts: Mapping[SetName, Sequence[_Part]]
     work: _Work
-    pool: ProcessPoolExecutor | None
+    submit: Callable[..., Future[None]] | None
+    """Lets another process `make` a part; None: there is none."""
     ahead: int
-    """Parts that the pool encodes or has encoded before they are read."""
+    """Parts that the others encode or have encoded before they are read."""
 
     def __call__(self, name: SetName) -> Iterator[Found]:
         """Yield what is found for each record of a set."""
@@ -196,9 +200,9 @@ class _Parts:
             ) from error
 
     def _begun(self, name: SetName, part: _Part) -> Future[None] | None:
-        if self.pool is None or part.path.exists():
+        if self.submit is None or part.path.exists():
             return None
-        return self.pool.submit(_make, part.path, name, self._rows(name, part))
+        return self.submit(part.path, name, self._rows(name, part))
 
     def _ended(self, name: SetName, part: _Part, future: Future[None] | None) -> Iterator[Found]:
         if future is not None:
@@ -214,39 +218,48 @@ class _Parts:
 
 
 @contextmanager
-def _pool(work: _Work, count: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Yield processes that encode, which end with the context and with this process. None for one."""
+def _pool(work: _Work, count: int) -> Iterator[Callable[..., Future[None]] | None]:
+    """Yield a function that lets one of `count` processes `make` a part, or None for one process. They end with
+    the context, at once if it ends with an exception, and with this process.
+    """
     if count <= 1:
         yield None
         return
     encoder = work.encoder
-    arguments = (os.getpid(), encoder.tokenizer, encoder.template, encoder.name, work.bounds)
-    # Not forked from this process, whose threads may hold locks.
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _start, arguments)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with NamedTemporaryFile() as file:
+        # No argument of a process: the next one would not start before this one has read a large tokenizer.
+        pickle.dump((encoder.tokenizer, encoder.template, encoder.name, work.bounds), file)
+        file.flush()
+        # Not forked from this process, whose threads may hold locks.
+        pool = ProcessPoolExecutor(count, get_context("spawn"), _start, (os.getpid(),))
+        try:
+            yield partial(pool.submit, _make, file.name)
+        except BaseException:
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-_work: _Work | None = None
-
-
-def _start(parent: int, tokenizer: Any, template: Any, model: str, bounds: Limits) -> None:
+def _start(parent: int) -> None:
     """Prepare this process, which encodes for the process `parent`."""
-    global _work  # of this process
     die_with_parent(signal.SIGKILL)()
     if os.getppid() != parent:  # it ended before
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.disable(logging.WARNING)  # the parent has logged what the template does
-    _work = _Work(Encoder(tokenizer, template, model), bounds)
 
 
-def _make(path: Path, name: SetName, records: Sequence[Record]) -> None:
-    assert _work is not None
-    _work.make(path, name, records)
+@cache
+def _work(file: str) -> _Work:
+    tokenizer, template, model, bounds = pickle.loads(Path(file).read_bytes())
+    return _Work(Encoder(tokenizer, template, model), bounds)
+
+
+def _make(file: str, path: Path, name: SetName, records: Sequence[Record]) -> None:
+    _work(file).make(path, name, records)
 
 
 # -- files --

@@ -194,6 +194,25 @@ def test_a_process_that_the_kernel_ends_is_named(byte_tokenizer: Any, tmp_path: 
                 each.join()
 
 
+def test_a_stop_waits_for_no_part(
+    byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_MEAN_ROWS", 2**31)
+    monkeypatch.setattr(parts, "_MOST_ROWS", 8)
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    tokenizer.chat_template += "{% if '9' in messages[0]['content'] %}" + endless + "{% endif %}"
+    encoder = Encoder(tokenizer, "chat")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        parts.encoding({"preference": records(0, 80)}, encoder, BOUNDS, tmp_path, 2) as encoded,
+    ):
+        for _ in encoded("preference"):
+            time.sleep(1)  # the second part is begun, and never ends
+            raise KeyboardInterrupt
+    assert multiprocessing.active_children() == []
+
+
 def test_no_process_outlives_the_one_that_encodes(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": "bad"} for i in range(4000)]
     write_jsonl(tmp_path / "pairs.jsonl", rows)
