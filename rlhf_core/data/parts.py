@@ -37,7 +37,6 @@ import numpy as np
 from rlhf_core.config.data import Limits, SetName
 from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, tokens_of
 from rlhf_core.data.formats import Record
-from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.system.failpoints import failpoint
@@ -53,7 +52,6 @@ _PARTS_OF_A_PROCESS = 4
 """A process needs seconds to start. With fewer parts for it, it is not worth that."""
 _KEPT_SECONDS = 30 * 86_400
 """Parts that no run has read for so long are deleted."""
-_LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _DIGEST_BYTES = 32
 
 Found = list[Tokens] | RecordDropped | EncodeError
@@ -96,9 +94,8 @@ def encoding(
     missing = sum(not part.path.exists() for part in chain.from_iterable(parts.values()))
     most = Machine().cores() if processes is None else processes
     count = min(most, missing // _PARTS_OF_A_PROCESS)
-    work = _Work(encoder, bounds)
-    with _pool(work, count) as submit:
-        yield _Parts(records, parts, work, submit, ahead=2 * count)
+    with _pool(encoder, bounds, count) as submit:
+        yield _Parts(records, parts, partial(_make, encoder, bounds), submit, ahead=2 * count)
     _delete_old(folder)
 
 
@@ -125,7 +122,7 @@ def _common(encoder: Encoder, bounds: Limits) -> bytes:
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
-    libraries = [version(each) for each in _LIBRARIES]
+    libraries = list(map(version, ("transformers", "tokenizers", "jinja2")))
     return json.dumps([encoder.identity, bounds, libraries, code.hexdigest()]).encode()
 
 
@@ -134,7 +131,7 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
     seed = hashlib.sha256(common + name.encode())
     digest, start, size = seed.copy(), 0, 0
     for end, item in enumerate(records, start=1):
-        row = _row(item.record)
+        row = json.dumps(_encoded(item.record), default=vars).encode()
         digest.update(len(row).to_bytes(8, "little") + row)
         size += len(row)
         chosen = zlib.crc32(row) % _MEAN_ROWS == 0
@@ -143,32 +140,19 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
             digest, start, size = seed.copy(), end, 0
 
 
-def _row(record: Record) -> bytes:
-    """Return what the tokens of a record follow from. No token follows from its other fields."""
-    messages = (*record.prompt, *record.messages, record.response, record.rejected)
-    fields = [record.kind, record.text, record.tools, len(record.prompt), *map(_fields, messages)]
-    return json.dumps(fields).encode()
-
-
-def _fields(message: Message | None) -> list[Any] | None:
-    return None if message is None else list(vars(message).values())
+def _encoded(record: Record) -> Record:
+    """Return the part of a record that its tokens follow from."""
+    return replace(record, meta={})
 
 
 # -- encoding --
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a process encodes with."""
-
-    encoder: Encoder
-    bounds: Limits
-
-    def make(self, path: Path, name: SetName, records: Sequence[Record]) -> None:
-        """Encode the records of a part, and write its file."""
-        content = _packed([_found(record, name, self.encoder, self.bounds) for record in records])
-        write_atomic(path, hashlib.sha256(content).digest() + content)
-        failpoint("data.part")
+def _make(encoder: Encoder, bounds: Limits, path: Path, name: SetName, records: Sequence[Record]) -> None:
+    """Encode the records of a part, and write its file."""
+    content = _packed([_found(record, name, encoder, bounds) for record in records])
+    write_atomic(path, hashlib.sha256(content).digest() + content)
+    failpoint("data.part")
 
 
 @dataclass(frozen=True)
@@ -177,9 +161,9 @@ class _Parts:
 
     records: Mapping[SetName, Sequence[SourceRecord]]
     parts: Mapping[SetName, Sequence[_Part]]
-    work: _Work
+    make: Callable[[Path, SetName, Sequence[Record]], None]
     submit: Callable[..., Future[None]] | None
-    """Lets another process `make` a part; None: there is none."""
+    """Lets another process make a part; None: there is none."""
     ahead: int
     """Parts that the others encode or have encoded before they are read."""
 
@@ -198,6 +182,10 @@ class _Parts:
                 f"data.{name}: a process that encodes rows was ended, as by the kernel if the memory is full;"
                 " give the machine more memory, or the stage fewer cores"
             ) from error
+        except OSError as error:
+            raise InfrastructureError(
+                f"data.{name}: a part cannot be kept in run.home: {error}; free some space"
+            ) from error
 
     def _begun(self, name: SetName, part: _Part) -> Future[None] | None:
         if self.submit is None or part.path.exists():
@@ -209,31 +197,30 @@ class _Parts:
             future.result()
         content = _intact(part.path)
         if content is None:  # missing or damaged
-            self.work.make(part.path, name, self._rows(name, part))
+            self.make(part.path, name, self._rows(name, part))
             content = part.path.read_bytes()[_DIGEST_BYTES:]
         yield from _unpacked(content)
 
     def _rows(self, name: SetName, part: _Part) -> list[Record]:
-        return [replace(item.record, meta={}) for item in self.records[name][part.start : part.end]]
+        return [_encoded(item.record) for item in self.records[name][part.start : part.end]]
 
 
 @contextmanager
-def _pool(work: _Work, count: int) -> Iterator[Callable[..., Future[None]] | None]:
-    """Yield a function that lets one of `count` processes `make` a part, or None for one process. They end with
+def _pool(encoder: Encoder, bounds: Limits, count: int) -> Iterator[Callable[..., Future[None]] | None]:
+    """Yield a function that lets one of `count` processes make a part, or None for one process. They end with
     the context, at once if it ends with an exception, and with this process.
     """
     if count <= 1:
         yield None
         return
-    encoder = work.encoder
     with NamedTemporaryFile() as file:
         # No argument of a process: the next one would not start before this one has read a large tokenizer.
-        pickle.dump((encoder.tokenizer, encoder.template, encoder.name, work.bounds), file)
+        pickle.dump((encoder.tokenizer, encoder.template, encoder.name, bounds), file)
         file.flush()
         # Not forked from this process, whose threads may hold locks.
         pool = ProcessPoolExecutor(count, get_context("spawn"), _start, (os.getpid(),))
         try:
-            yield partial(pool.submit, _make, file.name)
+            yield partial(pool.submit, _make_here, file.name)
         except BaseException:
             for process in list(pool._processes.values()):
                 process.kill()
@@ -248,18 +235,17 @@ def _start(parent: int) -> None:
     if os.getppid() != parent:  # it ended before
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.disable(logging.WARNING)  # the parent has logged what the template does
 
 
 @cache
-def _work(file: str) -> _Work:
+def _maker(file: str) -> Callable[..., None]:
     tokenizer, template, model, bounds = pickle.loads(Path(file).read_bytes())
-    return _Work(Encoder(tokenizer, template, model), bounds)
+    return partial(_make, Encoder(tokenizer, template, model), bounds)
 
 
-def _make(file: str, path: Path, name: SetName, records: Sequence[Record]) -> None:
-    _work(file).make(path, name, records)
+def _make_here(file: str, *part: Any) -> None:
+    _maker(file)(*part)
 
 
 # -- files --

@@ -194,6 +194,15 @@ def test_a_process_that_the_kernel_ends_is_named(byte_tokenizer: Any, tmp_path: 
                 each.join()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_part_that_cannot_be_kept_is_named(
+    byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setenv("RLHF_FAIL", "data.part:1:enospc")
+    with pytest.raises(InfrastructureError, match=r"data\.preference: .* No space left .*; free some space"):
+        encode(byte_tokenizer, tmp_path, records(0, COUNT), processes=processes)
+
+
 def test_a_stop_waits_for_no_part(
     byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
