@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import signal
 import time
 import zlib
@@ -23,10 +24,12 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.metadata import version
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +37,6 @@ import numpy as np
 from rlhf_core.config.data import Limits, SetName
 from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, tokens_of
 from rlhf_core.data.formats import Record
-from rlhf_core.data.messages import Message
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.system.failpoints import failpoint
@@ -50,7 +52,6 @@ _PARTS_OF_A_PROCESS = 4
 """A process needs seconds to start. With fewer parts for it, it is not worth that."""
 _KEPT_SECONDS = 30 * 86_400
 """Parts that no run has read for so long are deleted."""
-_LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _DIGEST_BYTES = 32
 
 Found = list[Tokens] | RecordDropped | EncodeError
@@ -93,9 +94,8 @@ def encoding(
     missing = sum(not part.path.exists() for part in chain.from_iterable(parts.values()))
     most = Machine().cores() if processes is None else processes
     count = min(most, missing // _PARTS_OF_A_PROCESS)
-    work = _Work(encoder, bounds)
-    with _pool(work, count) as pool:
-        yield _Parts(records, parts, work, pool, ahead=2 * count)
+    with _pool(encoder, bounds, count) as submit:
+        yield _Parts(records, parts, partial(_make, encoder, bounds), submit, ahead=2 * count)
     _delete_old(folder)
 
 
@@ -122,7 +122,7 @@ def _common(encoder: Encoder, bounds: Limits) -> bytes:
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
-    libraries = [version(each) for each in _LIBRARIES]
+    libraries = list(map(version, ("transformers", "tokenizers", "jinja2")))
     return json.dumps([encoder.identity, bounds, libraries, code.hexdigest()]).encode()
 
 
@@ -131,7 +131,7 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
     seed = hashlib.sha256(common + name.encode())
     digest, start, size = seed.copy(), 0, 0
     for end, item in enumerate(records, start=1):
-        row = _row(item.record)
+        row = json.dumps(_encoded(item.record), default=vars).encode()
         digest.update(len(row).to_bytes(8, "little") + row)
         size += len(row)
         chosen = zlib.crc32(row) % _MEAN_ROWS == 0
@@ -140,32 +140,19 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
             digest, start, size = seed.copy(), end, 0
 
 
-def _row(record: Record) -> bytes:
-    """Return what the tokens of a record follow from. No token follows from its other fields."""
-    messages = (*record.prompt, *record.messages, record.response, record.rejected)
-    fields = [record.kind, record.text, record.tools, len(record.prompt), *map(_fields, messages)]
-    return json.dumps(fields).encode()
-
-
-def _fields(message: Message | None) -> list[Any] | None:
-    return None if message is None else list(vars(message).values())
+def _encoded(record: Record) -> Record:
+    """Return the part of a record that its tokens follow from."""
+    return replace(record, meta={})
 
 
 # -- encoding --
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a process encodes with."""
-
-    encoder: Encoder
-    bounds: Limits
-
-    def make(self, path: Path, name: SetName, records: Sequence[Record]) -> None:
-        """Encode the records of a part, and write its file."""
-        content = _packed([_found(record, name, self.encoder, self.bounds) for record in records])
-        write_atomic(path, hashlib.sha256(content).digest() + content)
-        failpoint("data.part")
+def _make(encoder: Encoder, bounds: Limits, path: Path, name: SetName, records: Sequence[Record]) -> None:
+    """Encode the records of a part, and write its file."""
+    content = _packed([_found(record, name, encoder, bounds) for record in records])
+    write_atomic(path, hashlib.sha256(content).digest() + content)
+    failpoint("data.part")
 
 
 @dataclass(frozen=True)
@@ -174,10 +161,11 @@ class _Parts:
 
     records: Mapping[SetName, Sequence[SourceRecord]]
     parts: Mapping[SetName, Sequence[_Part]]
-    work: _Work
-    pool: ProcessPoolExecutor | None
+    make: Callable[[Path, SetName, Sequence[Record]], None]
+    submit: Callable[..., Future[None]] | None
+    """Lets another process make a part; None: there is none."""
     ahead: int
-    """Parts that the pool encodes or has encoded before they are read."""
+    """Parts that the others encode or have encoded before they are read."""
 
     def __call__(self, name: SetName) -> Iterator[Found]:
         """Yield what is found for each record of a set."""
@@ -194,59 +182,70 @@ class _Parts:
                 f"data.{name}: a process that encodes rows was ended, as by the kernel if the memory is full;"
                 " give the machine more memory, or the stage fewer cores"
             ) from error
+        except OSError as error:
+            raise InfrastructureError(
+                f"data.{name}: a part cannot be kept in run.home: {error}; free some space"
+            ) from error
 
     def _begun(self, name: SetName, part: _Part) -> Future[None] | None:
-        if self.pool is None or part.path.exists():
+        if self.submit is None or part.path.exists():
             return None
-        return self.pool.submit(_make, part.path, name, self._rows(name, part))
+        return self.submit(part.path, name, self._rows(name, part))
 
     def _ended(self, name: SetName, part: _Part, future: Future[None] | None) -> Iterator[Found]:
         if future is not None:
             future.result()
         content = _intact(part.path)
         if content is None:  # missing or damaged
-            self.work.make(part.path, name, self._rows(name, part))
+            self.make(part.path, name, self._rows(name, part))
             content = part.path.read_bytes()[_DIGEST_BYTES:]
         yield from _unpacked(content)
 
     def _rows(self, name: SetName, part: _Part) -> list[Record]:
-        return [replace(item.record, meta={}) for item in self.records[name][part.start : part.end]]
+        return [_encoded(item.record) for item in self.records[name][part.start : part.end]]
 
 
 @contextmanager
-def _pool(work: _Work, count: int) -> Iterator[ProcessPoolExecutor | None]:
-    """Yield processes that encode, which end with the context and with this process. None for one."""
+def _pool(encoder: Encoder, bounds: Limits, count: int) -> Iterator[Callable[..., Future[None]] | None]:
+    """Yield a function that lets one of `count` processes make a part, or None for one process. They end with
+    the context, at once if it ends with an exception, and with this process.
+    """
     if count <= 1:
         yield None
         return
-    encoder = work.encoder
-    arguments = (os.getpid(), encoder.tokenizer, encoder.template, encoder.name, work.bounds)
-    # Not forked from this process, whose threads may hold locks.
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _start, arguments)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with NamedTemporaryFile() as file:
+        # No argument of a process: the next one would not start before this one has read a large tokenizer.
+        pickle.dump((encoder.tokenizer, encoder.template, encoder.name, bounds), file)
+        file.flush()
+        # Not forked from this process, whose threads may hold locks.
+        pool = ProcessPoolExecutor(count, get_context("spawn"), _start, (os.getpid(),))
+        try:
+            yield partial(pool.submit, _make_here, file.name)
+        except BaseException:
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-_work: _Work | None = None
-
-
-def _start(parent: int, tokenizer: Any, template: Any, model: str, bounds: Limits) -> None:
+def _start(parent: int) -> None:
     """Prepare this process, which encodes for the process `parent`."""
-    global _work  # of this process
     die_with_parent(signal.SIGKILL)()
     if os.getppid() != parent:  # it ended before
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.disable(logging.WARNING)  # the parent has logged what the template does
-    _work = _Work(Encoder(tokenizer, template, model), bounds)
 
 
-def _make(path: Path, name: SetName, records: Sequence[Record]) -> None:
-    assert _work is not None
-    _work.make(path, name, records)
+@cache
+def _maker(file: str) -> Callable[..., None]:
+    tokenizer, template, model, bounds = pickle.loads(Path(file).read_bytes())
+    return partial(_make, Encoder(tokenizer, template, model), bounds)
+
+
+def _make_here(file: str, *part: Any) -> None:
+    _maker(file)(*part)
 
 
 # -- files --

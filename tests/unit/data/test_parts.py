@@ -5,7 +5,8 @@ Rules:
 - a part that is there is not encoded again; a damaged one is;
 - a new row, or one that is gone, encodes little more than itself; so does an attempt after a kill;
 - what changes the tokens changes the names of the parts;
-- no process outlives the one that encodes; one that is killed is named;
+- no process outlives the one that encodes, and a stop waits for none; one that is killed is named, as is a
+  part that cannot be kept;
 - few rows are encoded without parts and processes; parts that no run has read for long are deleted.
 """
 
@@ -31,7 +32,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.data import parts, prepare
 from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, to_record, tokens_of
 from rlhf_core.data.files import Row
-from rlhf_core.data.templates import EncodeError, Encoder
+from rlhf_core.data.templates import TOOLS_TEMPLATE, EncodeError, Encoder
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.system.machine import Machine
 from tests.unit.data.data_samples import write_jsonl
@@ -98,11 +99,13 @@ def test_rows_that_are_encoded_in_parts_are_those_that_are_encoded_alone(
     rows = records(0, COUNT)
     long = {"prompt": "Is it late?", "chosen": "x " * 2**16, "rejected": "y"}
     mark = {"prompt": "Is it\0late?", "chosen": "</s>", "rejected": "y"}
-    for row in (long, mark):
+    tools = {"prompt": "Is it noon?", "chosen": "Yes.", "rejected": "y", "tools": [{"name": "clock"}]}
+    for row in (long, mark, tools):
         item = to_record(Row("rows.jsonl", 1, row), Source(path="rows.jsonl"), "preference", "rows")
         rows += [item] if isinstance(item, SourceRecord) else []
     alone = encode_alone(byte_tokenizer, rows)
     assert any(isinstance(found, tuple) for found in alone)
+    assert any(isinstance(found, str) for found in alone)
     assert encode(byte_tokenizer, tmp_path, rows) == alone
     assert encode(byte_tokenizer, tmp_path, rows) == alone
 
@@ -194,6 +197,34 @@ def test_a_process_that_the_kernel_ends_is_named(byte_tokenizer: Any, tmp_path: 
                 each.join()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_part_that_cannot_be_kept_is_named(
+    byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setenv("RLHF_FAIL", "data.part:1:enospc")
+    with pytest.raises(InfrastructureError, match=r"data\.preference: .* No space left .*; free some space"):
+        encode(byte_tokenizer, tmp_path, records(0, COUNT), processes=processes)
+
+
+def test_a_stop_waits_for_no_part(
+    byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_MEAN_ROWS", 2**31)
+    monkeypatch.setattr(parts, "_MOST_ROWS", 8)
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    tokenizer.chat_template += "{% if '9' in messages[0]['content'] %}" + endless + "{% endif %}"
+    encoder = Encoder(tokenizer, "chat")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        parts.encoding({"preference": records(0, 80)}, encoder, BOUNDS, tmp_path, 2) as encoded,
+    ):
+        for _ in encoded("preference"):
+            time.sleep(1)  # the second part is begun, and never ends
+            raise KeyboardInterrupt
+    assert multiprocessing.active_children() == []
+
+
 def test_no_process_outlives_the_one_that_encodes(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": "bad"} for i in range(4000)]
     write_jsonl(tmp_path / "pairs.jsonl", rows)
@@ -251,8 +282,24 @@ def test_the_artifact_is_the_same_for_any_number_of_processes(
 ) -> None:
     rows = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(60)]
     rows += [{"prompt": "long", "chosen": "x " * 500, "rejected": "y"}, rows[3]]
-    source = [{"path": str(write_jsonl(tmp_path / "pairs.jsonl", rows))}]
-    config = config_from_tree({"data": {"sft": source, "preference": source, "prompts": source}})
+    tool = {"name": "weather", "description": "", "parameters": {"type": "object", "properties": {}}}
+    call, told = {"name": "weather", "arguments": {"at": "noon"}}, {"role": "tool", "content": "rain"}
+    chats: list[dict[str, Any]] = []
+    for i in range(20):
+        asked = {"role": "user", "content": f"Is it late, {i}?"}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": f"Hm {i}."}
+        said = {"role": "assistant", "content": f"It rains {i}.", "reasoning_content": "So.", "weight": i % 2}
+        chats.append({"messages": [asked, calling, told, said], "tools": [tool], "meta": {"i": i}})
+        chats.append({"messages": [{"role": "system", "content": "Be kind."}, asked, {**said, "weight": 1}]})
+    chats += [
+        {"text": "x " * 3000},
+        {"text": "</s> is text"},
+        {"messages": [{"role": "user", "content": [0]}]},
+    ]
+    pairs = [{"path": str(write_jsonl(tmp_path / "pairs.jsonl", rows))}]
+    sft = [*pairs, {"path": str(write_jsonl(tmp_path / "chats.jsonl", chats))}]
+    data = {"sft": sft, "preference": pairs, "prompts": sft, "chat_template": TOOLS_TEMPLATE}
+    config = config_from_tree({"data": {**data, "thoughts": "keep", "max_bad_rows": 0.5}})
     made = []
     for few, count in ((10**6, 1), (0, 1), (0, 3)):
         monkeypatch.setattr(parts, "FEW_ROWS", few)
