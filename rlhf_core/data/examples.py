@@ -440,13 +440,16 @@ def join_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> dict[SetNa
     every = list(chain.from_iterable(records.values()))
     questions = {item.group for item in every if not item.group.startswith(_NAMED)}
     for item in every:
+        named = item.group.startswith(_NAMED)
         opening = _until_first_question(item.record)
+        question = split_key(opening[-1]) if named else item.group
         texts = {item.record.prompt_text}
-        if not item.group.startswith(_NAMED):
+        if not named:
             texts.add("\n\n".join(opening))
         for text in texts:
-            join(item.group, _TEXT + prompt_id(split_key(text)))
-        if (question := split_key(opening[-1])) in questions:
+            key = question if text == opening[-1] else split_key(text)
+            join(item.group, _TEXT + prompt_id(key))
+        if question in questions:
             join(item.group, question)
     return {
         name: [replace(item, group=root(item.group)) for item in items] for name, items in records.items()

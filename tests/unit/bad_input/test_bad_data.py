@@ -322,7 +322,7 @@ SETS = (
     Bad("answers too long", config_of("./r.jsonl", max_response_tokens=1),
         ("0 of 20 rows left", "data.max_response_tokens: raise it"), files={"r.jsonl": pairs(20)}),
     Bad("10 MB of prompt", config_of("./r.jsonl"), ("data.sft: 0 of 2 rows left", "data.max_prompt_tokens"),
-        files={"r.jsonl": jsonl(*({**row, "prompt": row["prompt"] * 1_000_000} for row in GOOD[:2]))}),
+        files={"r.jsonl": jsonl(*({**row, "prompt": row["prompt"] * 500_000} for row in GOOD[:2]))}),
     Bad("every pair both ways", config_of("./r.jsonl"),
         ("data.preference: 0 of 40 rows left", "40 contradictory pair"),
         files={"r.jsonl": jsonl(*GOOD, *({**r, "chosen": r["rejected"],
