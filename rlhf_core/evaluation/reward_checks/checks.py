@@ -283,7 +283,8 @@ def _junk(view: View) -> str | None:
         says = "a text that answers nothing is accepted"
         if found := _first(view, texts, lambda _, value: view.accepts(value), says, 0.25):
             return found
-    rows = view.some[:_FEW]
+    # One row of each right answer: a text may be another name of a frequent one.
+    rows = list({view.rows[i].right.casefold(): i for i in view.some}.values())[:_FEW]
     for word in view.literals:
         # A part of the right answer may be right.
         texts = {i: word for i in rows if word.casefold() not in view.rows[i].right.casefold()}
