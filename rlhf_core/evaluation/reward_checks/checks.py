@@ -289,9 +289,8 @@ def _junk(view: View) -> str | None:
         # A part of the right answer may be right.
         texts = {i: word for i in rows if word.casefold() not in view.rows[i].right.casefold()}
         says = "a text of its own source is accepted"
-        if 2 * len(texts) <= len(rows):
-            continue
-        if found := _first(view, texts, lambda _, value: view.accepts(value), says, 0.5):
+        found = _first(view, texts, lambda _, value: view.accepts(value), says, 0.5)
+        if found and 2 * len(texts) > len(rows):
             return found
     return None
 
