@@ -161,8 +161,10 @@ def sample(
 def literals_of(code: bytes) -> tuple[str, ...]:
     """Return the first short texts that Python code contains. What a reward pays for is often among them."""
     constants = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
-    texts = [each.strip() for each in constants if isinstance(each, str) and len(each) <= _LITERAL]
-    return tuple(dict.fromkeys(filter(None, texts)))[:_LITERALS]
+    short = [each.strip() for each in constants if isinstance(each, str) and len(each) <= _LITERAL]
+    # A tokenizer refuses a lone surrogate.
+    texts = [each.encode(errors="replace").decode() for each in short if each]
+    return tuple(dict.fromkeys(texts))[:_LITERALS]
 
 
 @dataclass

@@ -4,7 +4,8 @@
 - a failure is shown with its reason and its cause, and a source that hangs is not called again
 - values that change from call to call, or with the batch, are found
 - wrong, several and no answers that are accepted are found, with the response
-- a text of its own source that it accepts is found, unless it is a part of the right answer
+- a text of its own source that it accepts is found, unless it is a part of the right answer, or is right
+  for rows with one answer only
 - a reward that spoiled texts drive up, or that prefers rejected responses, is found in the sum only
 - without a source with a weight, the sum is not checked; without good responses, nothing passes
 - sources that are asked get few rows; those that see the group are compared within it only
@@ -31,7 +32,7 @@ from rlhf_core.config.rewards import (
 )
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.reward_checks import checks, score_card
-from rlhf_core.evaluation.reward_checks.material import Row
+from rlhf_core.evaluation.reward_checks.material import Row, literals_of
 from rlhf_core.evaluation.reward_checks.score_card import check_sources
 from rlhf_core.evaluation.reward_checks.views import ASKED_ROWS, Card
 from rlhf_core.rewards.failures import Outcome, groups_of
@@ -279,3 +280,16 @@ def test_a_part_of_the_right_answer_may_be_a_text_of_its_own_source(tmp_path: Pa
         rows.append(Row(replace(row.prompt, meta={"answer": answer}), answer=answer))
     score = "return sample.response.strip().lower() == {'Y': 'yes', 'N': 'no'}[answer[0]]"
     assert "junk" not in found_in_file(tmp_path / "mine.py", score, rows)
+
+
+def test_another_name_of_a_frequent_answer_may_be_a_text_of_its_own_source(tmp_path: Path) -> None:
+    rows = []
+    for number, row in enumerate(ROWS):
+        answer = "negative" if number % 5 == 0 else "positive"
+        rows.append(Row(replace(row.prompt, meta={"answer": answer}), answer=answer))
+    names = "{'positive': ['positive', 'good'], 'negative': ['negative', 'bad']}"
+    assert found_in_file(tmp_path / "mine.py", f"return number in {names}[answer]", rows) == []
+
+
+def test_texts_of_a_source_are_valid_unicode() -> None:
+    assert literals_of(b"name = 'a\\ud800'\npattern = '[\\ud800-\\udfff]'") == ("a?", "[?-?]")
