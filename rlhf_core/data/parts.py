@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import signal
 import time
 import zlib
@@ -29,7 +28,6 @@ from importlib.metadata import version
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,39 +211,43 @@ def _pool(encoder: Encoder, bounds: Limits, count: int) -> Iterator[Callable[...
     if count <= 1:
         yield None
         return
-    with NamedTemporaryFile() as file:
-        # No argument of a process: the next one would not start before this one has read a large tokenizer.
-        pickle.dump((encoder.tokenizer, encoder.template, encoder.name, bounds), file)
-        file.flush()
-        # Not forked from this process, whose threads may hold locks.
-        pool = ProcessPoolExecutor(count, get_context("spawn"), _start, (os.getpid(),))
-        try:
-            yield partial(pool.submit, _make_here, file.name)
-        except BaseException:
-            for process in list(pool._processes.values()):
-                process.kill()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+    # Their encoder is made with their first part, because an error of its template has to reach the caller.
+    given = (encoder.tokenizer, encoder.template, encoder.name, bounds)
+    # Not forked from this process, whose threads may hold locks.
+    pool = ProcessPoolExecutor(count, get_context("spawn"), _start, (os.getpid(), given))
+    try:
+        yield partial(pool.submit, _make_here)
+    except BaseException:
+        for process in list(pool._processes.values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _start(parent: int) -> None:
+_given: tuple[Any, Any, str, Limits] | None = None
+
+
+def _start(parent: int, given: tuple[Any, Any, str, Limits]) -> None:
     """Prepare this process, which encodes for the process `parent`."""
+    global _given  # of this process
     die_with_parent(signal.SIGKILL)()
     if os.getppid() != parent:  # it ended before
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.WARNING)  # the parent has logged what the template does
+    _given = given
 
 
 @cache
-def _maker(file: str) -> Callable[..., None]:
-    tokenizer, template, model, bounds = pickle.loads(Path(file).read_bytes())
+def _maker() -> Callable[..., None]:
+    assert _given is not None
+    tokenizer, template, model, bounds = _given
     return partial(_make, Encoder(tokenizer, template, model), bounds)
 
 
-def _make_here(file: str, *part: Any) -> None:
-    _maker(file)(*part)
+def _make_here(*part: Any) -> None:
+    _maker()(*part)
 
 
 # -- files --

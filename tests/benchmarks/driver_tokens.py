@@ -194,15 +194,17 @@ def measure(part: str, responses: int, length: int) -> dict[str, float]:
     what it had before, in bytes.
     """
     fleet, batch = step(responses, length)
+    others = psutil.Process().children()
     with tempfile.TemporaryDirectory() as folder:
         work = PARTS[part](fleet, batch, Path(folder))
-        processes = [psutil.Process(), *psutil.Process().children()]
+        own = [child for child in psutil.Process().children() if child not in others]
+        processes = [psutil.Process(), *own]
         cpu = sum(map(_cpu_seconds, processes))
         before = list(map(_new_peak, processes))
         work()
         cpu = sum(map(_cpu_seconds, processes)) - cpu
         peaks = [_peak(process) - start for process, start in zip(processes, before, strict=True)]
-        for process in processes[1:]:
+        for process in own:
             process.kill()
     return {"cpu": cpu, "peak": peaks[0], "peak_of_child": sum(peaks[1:])}
 

@@ -29,6 +29,7 @@ BOUNDED = {
     "rlhf_cli/runs.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
     "rlhf_core/run/checks.py: _CHECKED.get()": "a context variable",
     "rlhf_core/run/display.py: _DISPLAY.get()": "a context variable",
+    "rlhf_core/storage/s3.py: _digest_of_upload.get()": "a context variable",
     "rlhf_core/tracking/stage_run.py: done.result()": "`attempt` returns after the call",
     "rlhf_core/tracking/tracker.py: done.result()": "the same",
     "flows/pages.py: FlowRunContext.get()": "a context variable",

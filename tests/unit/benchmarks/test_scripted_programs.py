@@ -81,15 +81,25 @@ def test_the_cost_of_data_is_measured_for_each_part(
 ) -> None:
     # Tables of 80 columns would fold their cells.
     monkeypatch.setenv("COLUMNS", "200")
-    for name, value in (("FEW_ROWS", 10), ("STEPS", 10), ("MEGABYTES", 10), ("KILLS", 1)):
-        monkeypatch.setattr(data_scale, name, value)
-    data_scale.main(["--rows", "200"])
+    for name in ("FEW_ROWS", "STEPS", "MEGABYTES"):
+        monkeypatch.setattr(data_scale, name, 10)
+    parts = {"drift": 1, "steps": 2, "encode": 3, "open": 4, "digest": 2, "bucket": 4}
+    data_scale.main([*parts, "--rows", "200"])
     rows = cells(capsys.readouterr().out)
-    parts = {"drift": 1, "steps": 2, "encode": 3, "parts": 5, "open": 4, "digest": 2, "bucket": 4}
     assert [row[0] for row in rows] == [part for part, lines in parts.items() for _ in range(lines)]
     assert all(float(row[2].split()[0]) > 0 for row in rows)
     read = [float(row[1].partition(": ")[2].split()[0]) for row in rows if "bytes are read" in row[1]]
     assert [round(times) for times in read[:4]] == [1, 0, 2, 1], "digest, again, publish, fetch"
+
+
+@pytest.mark.slow
+def test_parts_of_data_are_encoded_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(data_scale, "KILLS", 1)
+    data_scale.main(["parts", "--rows", "200"])
+    assert len(cells(capsys.readouterr().out)) == 5
 
 
 def test_a_year_has_less_of_each_kind_that_is_pruned(
