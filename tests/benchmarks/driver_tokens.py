@@ -203,7 +203,8 @@ def measure(part: str, responses: int, length: int) -> dict[str, float]:
         before = list(map(_new_peak, processes))
         work()
         cpu = sum(map(_cpu_seconds, processes)) - cpu
-        peaks = [_peak(process) - start for process, start in zip(processes, before, strict=True)]
+        # The kernel counts pages with a delay, so that a peak can be some pages below the memory before.
+        peaks = [max(0.0, _peak(each) - start) for each, start in zip(processes, before, strict=True)]
         for process in own:
             process.kill()
     return {"cpu": cpu, "peak": peaks[0], "peak_of_child": sum(peaks[1:])}
