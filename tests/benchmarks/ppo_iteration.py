@@ -239,7 +239,10 @@ def _table(result: dict[str, Any]) -> Table:
     least = iteration["limits"]
     for name in (*least, "whole"):
         row = iteration if name == "whole" else iteration["parts"].get(name)
-        limit = sum(least.get(phase, 0.0) for phase in PHASES) if name == "whole" else least[name]
+        if name == "whole":
+            limit = sum(least.get(phase, 0.0) for phase in PHASES)
+        else:
+            limit = least[name]
         cells = ["", "", f"{limit:.3f}", ""]
         if row is not None:
             cells[0] = f"{row['seconds']:.3f}"

@@ -45,7 +45,9 @@ def test_they_are_read_like_a_tuple() -> None:
     assert (numbers[0], numbers[-1]) == (7, 2**31 - 1)
     assert tuple(numbers[1:3]) == (8, 8) and tuple(numbers[::-1]) == IDS[::-1] == tuple(reversed(numbers))
     assert (numbers.count(8), numbers.index(8), numbers.index(8, 2), 9 in numbers) == (2, 1, 2, False)
-    assert (1, 2) + numbers == (1, 2, *IDS) and numbers + (1,) == (*IDS, 1) == numbers + Numbers.of([1])  # noqa: RUF005
+    assert (1, 2) + numbers == (1, 2, *IDS)  # noqa: RUF005
+    assert numbers + (1,) == (*IDS, 1)  # noqa: RUF005
+    assert numbers + Numbers.of([1]) == (*IDS, 1)
     assert all(type(number) is int for number in (*numbers, numbers[0]))
     with pytest.raises(IndexError):
         numbers[4]
