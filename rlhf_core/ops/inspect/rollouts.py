@@ -471,9 +471,10 @@ def _recorded(run: FinishedRun, kind: Kind) -> RecordedRun:
     ppo = run.config("ppo").ppo
     evaluations = {}
     file = folder / "evaluations.jsonl"
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        row = json.loads(line)
-        evaluations[int(row.pop("version"))] = row
+    if file.is_file():
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            evaluations[int(row.pop("version"))] = row
     guards = raised_guards(ppo, Recording(folder, run.name).metrics, evaluations)
     return RecordedRun(run.name, folder, annotations, guards, clip_range(ppo))
 
