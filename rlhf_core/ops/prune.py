@@ -350,10 +350,6 @@ class Retained(NamedTuple):
     registered: frozenset[tuple[str, str]]
     """Name of the model and digest of the weights of every version."""
 
-    @property
-    def needed(self) -> frozenset[ArtifactName]:
-        return frozenset(self.versions)
-
 
 def retained(mlflow: Mlflow) -> Retained:
     """Return what the registered versions need. Raises InfrastructureError if MLflow does not answer.

@@ -53,15 +53,15 @@ def test_champions_of_the_history_and_aliases(mlflow: Mlflow, runs: OldRuns) -> 
             runs.crown(version)
     mlflow.set_alias(MODEL, "demo-of-march", "5")
     found = retained(mlflow)
-    assert found.needed == of_runs("first", "second", "third", "marked", "newest")
+    assert found.versions.keys() == of_runs("first", "second", "third", "marked", "newest")
     assert found.registered == {
         (MODEL, run) for run in ("first", "refused", "second", "third", "marked", "newest")
     }
     rollback(mlflow, MODEL, "it insults people")
-    assert retained(mlflow).needed == of_runs("first", "second", "marked", "newest")
+    assert retained(mlflow).versions.keys() == of_runs("first", "second", "marked", "newest")
     # The newest version is `candidate`, until there is a newer one.
     runs.register("other", made("other"))
-    assert retained(mlflow).needed == of_runs("first", "second", "marked", "other")
+    assert retained(mlflow).versions.keys() == of_runs("first", "second", "marked", "other")
 
 
 def test_whatever_a_rollback_chooses_was_kept(mlflow: Mlflow, runs: OldRuns) -> None:
@@ -69,7 +69,7 @@ def test_whatever_a_rollback_chooses_was_kept(mlflow: Mlflow, runs: OldRuns) -> 
         runs.crown(runs.register(run, made(run)))
     runs.register("same as d", {**made("same as d"), "ppo": made("d")["ppo"]})
     for number in range(3):
-        kept = retained(mlflow).needed
+        kept = retained(mlflow).versions.keys()
         move = rollback(mlflow, MODEL, f"reason {number}").move
         chosen = next(each for each in mlflow.versions(MODEL) if each.version == move.version)
         assert ArtifactName("ppo", chosen.tags["rlhf.ppo.key"]) in kept
@@ -85,7 +85,7 @@ def test_every_registered_model_counts(mlflow: Mlflow, runs: OldRuns) -> None:
     for source in (f"s3://bucket/x/artifacts/ppo/{key}/000001/policy", "/models/unrelated"):
         mlflow.create_version("of-another-program", source=source, run_id=None, tags={}, description="")
     found = retained(mlflow)
-    assert found.needed == {*of_runs("one", "two"), ArtifactName("ppo", key)}
+    assert found.versions.keys() == {*of_runs("one", "two"), ArtifactName("ppo", key)}
     assert ("other-name", "two") in found.registered
 
 
@@ -94,7 +94,7 @@ def test_all_pages_are_read(mlflow: Mlflow, runs: OldRuns, monkeypatch: pytest.M
     for number in range(5):
         runs.register(f"run {number}", made(f"run {number}"), f"model-{number}")
     assert len(mlflow.all_model_names()) == 5
-    assert retained(mlflow).needed == of_runs(*(f"run {number}" for number in range(5)))
+    assert retained(mlflow).versions.keys() == of_runs(*(f"run {number}" for number in range(5)))
 
 
 @pytest.mark.parametrize("name", ["bob's model", 'the "best" model', 'bob\'s "best"', "back\\slash\\"])
