@@ -15,8 +15,10 @@ from rlhf_core.config.base import (
     RANKS,
     TEMPERATURE,
     TOKENS,
+    Aggregation,
     Decay,
     Fraction,
+    GroupKind,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -27,7 +29,6 @@ from rlhf_core.config.base import (
     result,
     rounding,
 )
-from rlhf_core.config.constants import Aggregation, GroupKind
 from rlhf_core.config.ppo_sections import (
     MAX_ENGINE_RANK,
     AnyLoss,
