@@ -9,8 +9,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import load_pairs, load_prompts
 from rlhf_core.data.tokenizer import Decoder
 from rlhf_core.errors import GateFailed
+from rlhf_core.evaluation.reward_checks.checks import check_sources
 from rlhf_core.evaluation.reward_checks.material import rows_of
-from rlhf_core.evaluation.reward_checks.score_card import check_sources
 from rlhf_core.evaluation.reward_checks.views import PROMPTS
 from rlhf_core.types import StageContext
 
