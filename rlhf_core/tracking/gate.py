@@ -260,7 +260,7 @@ class Match:
     judge_digest: str | None = None
     """Digest of the judge."""
     log_evidence: float = 0.0
-    """Natural logarithm of the evidence that the candidate is better (`evaluation.evidence`)."""
+    """Natural logarithm of the evidence that the candidate is better (`log_evidence`)."""
     away_win_rate: float | None = None
     """Win rate of the candidate, judged by the champion's reward model. None if that model is not another
     judge or is missing.
