@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rlhf_core.config.training import EnsembleConfig
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.engines.distributed import wait_for_rank_zero
-from rlhf_core.models.ensemble import combined, deviations, save_ensemble
+from rlhf_core.models.scoring import combined, deviations, save_ensemble
 from rlhf_core.stages.training import Metrics, accuracy_interval
 from rlhf_core.storage.bundles import on_one_disk
 from rlhf_core.system.heartbeat import heartbeat

@@ -20,9 +20,8 @@ from rlhf_core.data.difficulty import by_difficulty
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError
-from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
+from rlhf_core.evaluation.during_ppo import SEQUENCES, HeldOutEvaluation, TrainedPolicy, measure_published
 from rlhf_core.evaluation.prompts import prompts_of_ppo
-from rlhf_core.evaluation.published import SEQUENCES, TrainedPolicy, measure_published
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.recording import KIND

@@ -1,6 +1,6 @@
 """Stages `reward` and `judge`: SFT model + pairs -> `model/`, a sequence classifier with one label, and its
 score statistics; `adapter/` with `reward.lora`. With `reward.ensemble` also the other members, see
-`models.ensemble`.
+`models.scoring`.
 
 The loss is Bradley-Terry on pairs; both responses of a pair are in the same forward pass. The loss of one
 optimizer step is the mean over all its pairs, over every rank and micro-batch. With `early_stop`, the
@@ -30,9 +30,14 @@ from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.evaluation.scoring import exchange_pairs
 from rlhf_core.models.batching import TokenSequence, collate, to_device
-from rlhf_core.models.ensemble import member_folder, member_folders
 from rlhf_core.models.score import ScoreStatistics, load_score_model
-from rlhf_core.models.scoring import Batches, sequence_scores, single_process_batches
+from rlhf_core.models.scoring import (
+    Batches,
+    member_folder,
+    member_folders,
+    sequence_scores,
+    single_process_batches,
+)
 from rlhf_core.pipeline import StageName
 from rlhf_core.seeds import derive_seed
 from rlhf_core.stages.gates import check_gate
