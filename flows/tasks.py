@@ -17,7 +17,7 @@ from prefect.states import Completed
 from flows.notify import emit, notify
 from flows.pages import ProgressPage, publish_drift, publish_stage
 from rlhf_core.config.pipeline import RunConfig
-from rlhf_core.ops.drift.compare import DriftReport, compare_with_champion
+from rlhf_core.ops.drift import DriftReport, compare_with_champion
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.stage_runner import RetryPolicy, get_or_run_stage, retry_delays

@@ -22,8 +22,8 @@ from flows.tasks import stage_task
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataDrifted, StageFailed
 from rlhf_core.executors.spec import StageRecord
-from rlhf_core.ops.drift.compare import DriftReport, Finding
-from rlhf_core.ops.drift.measures import Drift
+from rlhf_core.ops.drift import DriftReport, Finding
+from rlhf_core.ops.drift_measures import Drift
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.stage_runner import RetryPolicy
