@@ -29,7 +29,7 @@ from rlhf_core.errors import CorruptArtifact, NonFiniteError
 from rlhf_core.models.adapters import adapter_name, merged, merged_name, save_adapter, trained_head_name
 from rlhf_core.models.saving import WeightStream, as_in_checkpoint, unquantized
 from rlhf_core.models.weights import dequantized, shape, value_dtype
-from rlhf_core.planning.checkpoints import state_bytes, unsharded_bytes
+from rlhf_core.planning.loads import state_bytes, unsharded_bytes
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
 

@@ -38,7 +38,7 @@ from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_base
 from rlhf_core.models.shape import shape_from_config
 from rlhf_core.pipeline import STAGES
-from rlhf_core.planning.checkpoints import checkpoint_bytes
+from rlhf_core.planning.loads import checkpoint_bytes
 from rlhf_core.record.reader import RECORD
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
 from rlhf_core.storage.checkpoints import CheckpointStore

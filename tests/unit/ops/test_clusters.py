@@ -32,10 +32,9 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.shape import ModelShape, known_shape
 from rlhf_core.ops.plan.plan import fastest_settings, make_plan
 from rlhf_core.ops.plan.speed import optimizer_step_time, step_time, sync_time
-from rlhf_core.planning.checkpoints import checkpoint_bytes, checkpoint_sizes
 from rlhf_core.planning.fit import compare_memory, room_for_engines
 from rlhf_core.planning.hardware import GIB, Device, Hardware, Network, parse_gpus, parse_link
-from rlhf_core.planning.loads import device_loads
+from rlhf_core.planning.loads import checkpoint_bytes, checkpoint_sizes, device_loads
 from rlhf_core.planning.memory import Model
 from rlhf_core.planning.search import advise, with_changes
 
