@@ -489,7 +489,7 @@ def remove_copy(store: Store, copy: CachedCopy) -> bool:
     return True
 
 
-# -- what runs have left outside the store: folders and logs in `run.home`, runs in MLflow, Prefect's database --
+# -- what runs have left outside the store: in `run.home`, in MLflow, and the database of Prefect --
 
 
 _STARTING_SECONDS = 3600.0

@@ -42,6 +42,8 @@ from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.types import PromptExample, StageContext, StageResult, prefixed
 
+log = logging.getLogger(__name__)
+
 
 def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id: int) -> Fleet:
     """Return the processes of the stage, which are not started yet."""
@@ -214,9 +216,6 @@ def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path |
     if config.judge_in_ppo:
         folders["judge"] = context.inputs["judge"] / "model"
     return folders
-
-
-log = logging.getLogger(__name__)
 
 
 def check_rewards_of_stage(config: PipelineConfig, context: StageContext, decoder: Decoder) -> None:

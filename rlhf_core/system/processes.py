@@ -1,4 +1,4 @@
-"""Processes: identity, signals, ports, and the start of child processes.
+"""Processes: identity, signals, ports, and the start and restart of child processes.
 
 A process is identified by its pid and start time, because pids are used again.
 
@@ -9,7 +9,6 @@ process group.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -64,14 +63,14 @@ class ProcessId:
     def send(self, signum: int) -> None:
         """Send a signal to the process if it is running."""
         if self.alive():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signum)
 
 
 def _stat(pid: int) -> list[bytes]:
     """Return the fields of `/proc/{pid}/stat` from the state on; empty if there is no such process."""
     # Not psutil's `create_time`, which is a time of the system's clock.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         # The name of the program before them can contain spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return []
@@ -82,7 +81,7 @@ def this_machine() -> str:
 
     The hostname does not identify a machine: two containers can have the same.
     """
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
@@ -94,7 +93,7 @@ def here() -> tuple[str, str]:
 
 def installation() -> str:
     """Return the id of this host that a restart does not change. Most containers have none: ""."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return Path("/etc/machine-id").read_text().strip()
     return ""
 
@@ -138,7 +137,7 @@ class RecordedProcess(NamedTuple):
 def free_port(preferred: int = 0) -> int:
     """Return `preferred` if no process listens on it on loopback, and another free port otherwise."""
     for port in (preferred, 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, suppress(OSError):
             # A port in TIME_WAIT after the end of its server is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -148,7 +147,7 @@ def free_port(preferred: int = 0) -> int:
 
 def listens(process: ProcessId, port: int) -> bool:
     """Return whether the process, or one of its descendants, listens on TCP `port`."""
-    with contextlib.suppress(psutil.Error):
+    with suppress(psutil.Error):
         parent = psutil.Process(process.pid)
         for member in (parent, *parent.children(recursive=True)):
             for connection in member.net_connections("tcp"):
@@ -161,7 +160,7 @@ def processes_with_env(variable: str) -> Iterator[tuple[ProcessId, str]]:
     """Yield each running process of this user that has `variable` in its environment, and the value."""
     for process in psutil.process_iter():
         # The environment of other users' processes cannot be read.
-        with contextlib.suppress(psutil.Error, OSError):
+        with suppress(psutil.Error, OSError):
             value = process.environ().get(variable)
             identity = ProcessId.of(process.pid)
             if value is not None and identity is not None and process.status() != psutil.STATUS_ZOMBIE:
