@@ -94,7 +94,7 @@ def _prepare_and_wait(spec: StageSpec, pipe: int) -> None:
     """
     os.set_inheritable(pipe, False)
     try:
-        from rlhf_core.stages.imports import import_for
+        from rlhf_core.run.attempt import import_for
 
         import_for(spec.stage, spec.config)
     except Exception:

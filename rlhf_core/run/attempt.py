@@ -1,4 +1,4 @@
-"""One attempt at one stage: fetch and verify the inputs, run the stage, publish its artifact.
+"""One attempt at one stage: import what it needs, fetch and verify the inputs, run it, publish its artifact.
 
 The artifact is published by this process and not by the flow, because this process holds the fence and the
 metrics: if the flow dies, nothing is lost, and an attempt that was replaced cannot publish.
@@ -6,6 +6,7 @@ metrics: if the flow dies, nothing is lost, and an attempt that was replaced can
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shlex
@@ -21,8 +22,10 @@ from rlhf_core.cluster.base_model import BaseModel, with_own_copies
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import changed, pipeline_name, rounding_settings, stages_made
+from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import (
     InputError,
@@ -37,7 +40,7 @@ from rlhf_core.executors.events import Events
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_base
 from rlhf_core.models.shape import shape_from_config
-from rlhf_core.pipeline import STAGES
+from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.loads import checkpoint_bytes
 from rlhf_core.record.reader import RECORD
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
@@ -349,3 +352,28 @@ def _params(spec: StageSpec) -> dict[str, Any]:
     """Return the settings of the stage that are not defaults, with flat names, for MLflow."""
     sections = [name.partition(".")[0] for name in STAGES[spec.stage].sections[:1]]
     return {"stage_key": spec.key, "seed": spec.config.run.seed, **changed(spec.config, ("model", *sections))}
+
+
+# -- the process that waits for the inputs of its stage --
+
+
+def import_for(stage: StageName, config: PipelineConfig) -> None:
+    """Import what `stage` needs under this configuration, open the tracker, and start what needs no inputs.
+
+    Most of these imports are inside functions, so that errors are reported before the seconds that they take.
+    """
+    row = STAGES[stage]
+    row.load()
+    open_tracking(config).warm_up()
+    from_scratch = config.model.path is None
+    modules = list(row.imports)
+    if row.loads_model and from_scratch:
+        modules.append("transformers.models.llama.modeling_llama")
+    for module in modules:
+        importlib.import_module(module)
+    if row.samples:
+        from rlhf_core.engines.vllm import import_vllm
+
+        device = "cuda" if runs_on_gpu(config) else "cpu"
+        import_vllm(config.ppo.engine, device, config.model.tiny.vocab_size if from_scratch else None)
+    row.prepare(config)
