@@ -239,6 +239,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 # -- the files that are published --
+#
+#   logprob_gap      mean |log p(training process) - log p(trained files)| over response tokens
+#   logprob_update   mean |log p(trained files) - log p(SFT model)|: the effect of training
+#   logprob_change   mean |log p(training process) - log p(SFT model)|
+#   loss             mean |log p(trained files) - log p(evaluated files)| / update
+#   merge_loss       the same for `policy/`, the merge, if it is rounded to the lower precision of training
+#                    and engines
+#
+# Trained files are the SFT model and the adapter, which are not rounded. Evaluated files are described in
+# `policy_files`. `logprob_update`, `loss` and `merge_loss` use models that this process loads, with the same
+# batches, so that rounding of sums does not count as a loss.
 
 
 log = logging.getLogger(__name__)
@@ -274,19 +285,8 @@ def measure_published(
     device: str,
     context: StageContext,
 ) -> dict[str, float]:
-    """Compare the files of a run with an adapter with the policy that it trained. Returns, named
-    `published/...`:
-
-        logprob_gap      mean |log p(training process) - log p(trained files)| over response tokens
-        logprob_update   mean |log p(trained files) - log p(SFT model)|: the effect of training
-        logprob_change   mean |log p(training process) - log p(SFT model)|
-        loss             mean |log p(trained files) - log p(evaluated files)| / update
-        merge_loss       the same for `policy/`, the merge, if it is rounded to the lower precision of
-                         training and engines
-
-    Trained files are the SFT model and the adapter, which are not rounded. Evaluated files are described in
-    `policy_files`. `logprob_update`, `loss` and `merge_loss` use models that this process loads, with the
-    same batches, so that rounding of sums does not count as a loss.
+    """Compare the files of a run with an adapter with the policy that it trained, see above. Returns the
+    measures as `published/...`.
 
     `stages.gates` checks the limit of `loss`.
 

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from rlhf_cli.rehearse import _show
+from rlhf_cli.before import _show_rehearsal
 from rlhf_core.config.data import Source
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.pipeline import PipelineConfig
@@ -203,7 +203,7 @@ def test_a_reward_may_mask_a_few_answers(files: Path, tmp_path: Path) -> None:
 def test_the_first_line_says_whether_it_would_run(problems: list[str], line: str) -> None:
     console = Console(file=io.StringIO(), width=200)
     found = Rehearsal([Change("run.device", "cuda", "cpu", "GPUs")], problems, {"registered": "once"})
-    _show(found, "run.yaml", "would run", console)
+    _show_rehearsal(found, "run.yaml", "would run", console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert lines[0].startswith(line)
