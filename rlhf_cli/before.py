@@ -231,7 +231,7 @@ def _tune(
     """
     from rich.console import Console
 
-    from rlhf_core.executors.environment import stage_environment
+    from rlhf_core.executors.spec import stage_environment
     from rlhf_core.ops.tune import tune
     from rlhf_core.run.checks import load_and_check
 

@@ -22,7 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rlhf_core.errors import CorruptArtifact
-from rlhf_core.evaluation.calibration import Calibration
+from rlhf_core.evaluation.statistics import Calibration
 
 INK, GRID, _PAPER = "#24303f", "#e4e8ee", "#ffffff"
 # A thing has the same colour in all figures and on the page of the report.

@@ -22,7 +22,7 @@ from rlhf_core.data.card import markdown_cell
 from rlhf_core.data.tokenizer import tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, DataDrifted, GateFailed, StageFailed, StageTimedOut
 from rlhf_core.executors.child import log_excerpt
-from rlhf_core.executors.environment import stage_environment
+from rlhf_core.executors.spec import stage_environment
 from rlhf_core.ops.drift_measures import MIN_NEW_ROWS, Drift, DriftRequest, from_json
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.system.files import write_atomic

@@ -11,7 +11,7 @@ stage needs and waits for a line on that pipe. Then SPEC.json is complete.
 
 Exit codes: 0 a result was sent; 2 and 3 an error was sent (`rlhf_core.errors`); 143 asked to stop.
 The flow sets the environment (threads, telemetry) before this interpreter starts: see
-`rlhf_core/executors/environment.py`.
+`rlhf_core/executors/spec.py`.
 """
 
 from __future__ import annotations

@@ -31,9 +31,8 @@ from rlhf_core.errors import (
     UnexpectedError,
 )
 from rlhf_core.executors.child import OnEvent, StageProcess, run_child
-from rlhf_core.executors.environment import stage_environment
 from rlhf_core.executors.follow import JobFollower, open_scheduler
-from rlhf_core.executors.spec import StageRecord, StageSpec
+from rlhf_core.executors.spec import StageRecord, StageSpec, stage_environment
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.display import Pace, current_display
 from rlhf_core.run.pipeline_run import PipelineRun, budget_spent

@@ -236,8 +236,8 @@ def _examine(
     """Write `examination.json` and a plot, and return metrics: calibration, length bias, accuracy by source
     and length.
     """
-    from rlhf_core.evaluation.calibration import accuracy_by, accuracy_by_length, calibration, length_bias
     from rlhf_core.evaluation.plots import reliability
+    from rlhf_core.evaluation.statistics import accuracy_by, accuracy_by_length, calibration, length_bias
 
     lengths = [(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
     found, bias = calibration(scores_P2), length_bias(scores_P2, lengths)

@@ -32,7 +32,7 @@ from contextlib import suppress
 
 from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
-from rlhf_core.executors.environment import past_proxies
+from rlhf_core.executors.spec import past_proxies
 from rlhf_core.logs import rotate_logs
 from rlhf_core.ops.servers.prefect_server import (
     DATABASE_VARIABLES,
