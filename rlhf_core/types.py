@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from rlhf_core.pipeline import StageName
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 
 _T = TypeVar("_T", int, float)
 

@@ -49,7 +49,7 @@ from rlhf_core.config.pipeline import RunConfig, TimeoutsConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck, classified
 from rlhf_core.system.heartbeat import Monitor, current_activity, heartbeat, idle, register, unregister
-from rlhf_core.system.stopping import EXIT_STOPPED
+from rlhf_core.system.processes import EXIT_STOPPED
 from rlhf_core.types import Nodes, StageContext
 
 _ERROR_SECONDS = 5.0

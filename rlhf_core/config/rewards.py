@@ -26,9 +26,9 @@ from rlhf_core.config.base import (
     content,
     execution,
     result,
+    url_problem,
 )
 from rlhf_core.config.redact import is_secret_variable, shown
-from rlhf_core.config.server_url import url_problem
 
 _FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
 """A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""

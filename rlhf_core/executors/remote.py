@@ -30,7 +30,7 @@ from rlhf_core.executors.spec import stage_environment
 from rlhf_core.logs import log_to_stderr
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import read_end
-from rlhf_core.system.stopping import EXIT_STOPPED
+from rlhf_core.system.processes import EXIT_STOPPED
 
 log = logging.getLogger("rlhf_core.executors.remote")
 

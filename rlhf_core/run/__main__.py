@@ -34,7 +34,7 @@ from rlhf_core.executors.events import (
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.logs import log_to_stderr
 from rlhf_core.run.reaper import fork_reaper
-from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
+from rlhf_core.system.processes import EXIT_STOPPED, StopRequest
 from rlhf_core.tracking.mlflow_client import shorten_timeouts
 
 

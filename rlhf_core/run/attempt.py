@@ -54,7 +54,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import delete_abandoned, held
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.home import make_attempt_folders, output_folder
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef, Lineage, StageContext, artifact_prefix, checkpoint_prefix
 

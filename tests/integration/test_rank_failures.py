@@ -37,7 +37,7 @@ from rlhf_core.errors import DataError, OutOfMemory, StoreError, WorkerDied, Wor
 from rlhf_core.evaluation.plots import reliability
 from rlhf_core.evaluation.statistics import calibration
 from rlhf_core.system.heartbeat import Monitor, heartbeat
-from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
+from rlhf_core.system.processes import EXIT_STOPPED, StopRequest
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.types import StageContext
 
