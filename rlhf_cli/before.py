@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from rlhf_core.ops.rehearse.rehearse import Rehearsal
+    from rlhf_core.ops.rehearse import Rehearsal
     from rlhf_core.ops.tune import Tuned
 
 File = Annotated[str | None, Parameter(metavar="FILE")]
@@ -295,7 +295,7 @@ def _rehearse(
     from rich.console import Console
 
     from rlhf_core.errors import InputError
-    from rlhf_core.ops.rehearse.rehearse import rehearse
+    from rlhf_core.ops.rehearse import rehearse
 
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise InputError(f"--folder: {folder} must be empty; name another")

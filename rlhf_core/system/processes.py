@@ -346,11 +346,11 @@ EXIT_STOPPED = 128 + signal.SIGTERM
 
 
 class StopRequest:
-    """The stop request of a process by a cancellation, Ctrl-C, or a machine that shuts down; `on_signal` is its
-    handler of SIGTERM and SIGINT.
+    """The stop request of a process, from a cancellation, Ctrl-C, or a machine that shuts down. `on_signal`
+    is its handler of SIGTERM and SIGINT.
 
         before `defer`     the stage ends at once (SystemExit) and continues from its last checkpoint
-        after `defer`      a training loop checks `requested` after each step, saves a checkpoint, calls `exit`
+        after `defer`      a training loop checks `requested` after each step, saves a checkpoint and exits
         after the loop     the stage goes on, and saves what the loop has trained
 
     The process that sends the signal waits for about 20 s (`run.reaper`) before it kills: a longer step is

@@ -28,8 +28,8 @@ from rlhf_core.config.data import Source
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import InputError
-from rlhf_core.ops.rehearse.derive import LONGEST, ROWS, Change, Derivation, shrink
-from rlhf_core.ops.rehearse.rehearse import Rehearsal, rehearse
+from rlhf_core.ops.rehearse import Rehearsal, rehearse
+from rlhf_core.ops.rehearse_config import LONGEST, ROWS, Change, Derivation, shrink
 from rlhf_core.system.files import CONFIGS
 from tests.benchmarks.rehearsal_faults import FAULTS, SOUND, Base, Case, prepare
 
