@@ -35,8 +35,7 @@ KILLED = StageFailed("stage sft was killed by SIGKILL")
 
 @pytest.mark.parametrize("retries", [0, 2])
 def test_prefect_follows_the_retry_policy(retries: int) -> None:
-    settings = PipelineConfig.model_validate({"run": {"retries": retries}}).run
-    task = stage_task("sft", settings, RetryPolicy(retries))
+    task = stage_task("sft", RetryPolicy(retries))
     engine: SyncTaskRunEngine[..., Any] = SyncTaskRunEngine(task=task)
     engine.task_run = TaskRun(task_key="sft", dynamic_key="0")
     assert [engine.can_retry(KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2

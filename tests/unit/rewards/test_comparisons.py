@@ -31,7 +31,7 @@ NAME = "language_model"
 
 
 def source(url: str, **fields: Any) -> LanguageModelReward:
-    quick = {"model": "m", "backoff": 0.001, "retries": 0, "compare": "pairs", "max_tokens": 64}
+    quick = {"model": "m", "retries": 0, "compare": "pairs", "max_tokens": 64}
     return LanguageModelReward(url=url, **{**quick, **fields})
 
 
