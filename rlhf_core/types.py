@@ -283,6 +283,13 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
+def finite_or_none(value: float) -> float | None:
+    """Return a value as JSON can have it: None if it is not finite."""
+    if math.isfinite(value):
+        return value
+    return None
+
+
 class Checkpoints(Protocol):
     """The resumable state of one stage (`{store}/checkpoints/{stage key}/step-%08d/`)."""
 

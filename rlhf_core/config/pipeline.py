@@ -618,6 +618,13 @@ def uses_gpu(device: str) -> bool:
     return device == "cuda" or (device == "auto" and machine().visible_gpus() > 0)
 
 
+def device_of(config: PipelineConfig) -> Literal["cpu", "cuda"]:
+    """Return the kind of device of `run.device`."""
+    if runs_on_gpu(config):
+        return "cuda"
+    return "cpu"
+
+
 def runs_on_gpu(config: PipelineConfig) -> bool:
     """Return whether `run.device` uses the GPUs of this machine."""
     return uses_gpu(config.run.device)

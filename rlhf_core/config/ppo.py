@@ -319,6 +319,12 @@ class PPOConfig(PackedSection):
         return self.algorithm == "ppo"
 
     @property
+    def trained_roles(self) -> tuple[Literal["policy", "critic"], ...]:
+        if self.uses_critic:
+            return ("policy", "critic")
+        return ("policy",)
+
+    @property
     def syncs_adapter(self) -> bool:
         """Whether the engines hold the base model and only the adapter is sent to them."""
         if self.lora is None:

@@ -25,7 +25,7 @@ from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import changed, pipeline_name, rounding_settings, stages_made
-from rlhf_core.config.pipeline import runs_on_gpu
+from rlhf_core.config.pipeline import device_of
 from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import (
     InputError,
@@ -374,6 +374,7 @@ def import_for(stage: StageName, config: PipelineConfig) -> None:
     if row.samples:
         from rlhf_core.engines.vllm import import_vllm
 
-        device = "cuda" if runs_on_gpu(config) else "cpu"
-        import_vllm(config.ppo.engine, device, config.model.tiny.vocab_size if from_scratch else None)
+        import_vllm(
+            config.ppo.engine, device_of(config), config.model.tiny.vocab_size if from_scratch else None
+        )
     row.prepare(config)

@@ -551,5 +551,7 @@ def _judge_name(record: Evaluation) -> str:
 
 
 def _mean(value: Any) -> float | None:
-    mean = value.get("mean") if isinstance(value, Mapping) else None
-    return float(mean) if isinstance(mean, int | float) else None
+    match value:
+        case {"mean": int() | float() as mean}:
+            return float(mean)
+    return None

@@ -384,8 +384,9 @@ def _memory_table(plan: Plan) -> Table:
     from rich.table import Table
 
     device = plan.hardware.device
-    unit, name = (2**20, "MiB") if device.is_cpu else (GIB, "GiB")
-    where = "for each process; the machine" if device.is_cpu else f"on each device; {device.name}"
+    unit, name, where = GIB, "GiB", f"on each device; {device.name}"
+    if device.is_cpu:
+        unit, name, where = 2**20, "MiB", "for each process; the machine"
     table = Table(
         title=f"\n{name} {where} has {device.memory / unit:,.1f}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

@@ -297,7 +297,9 @@ class Guards:
             action = self._ppo.guards.get(name, "warn")
             if action == "off":
                 continue
-            count = self._in_a_row.get(name, 0) + 1 if name in conditions else 0
+            count = 0
+            if name in conditions:
+                count = self._in_a_row.get(name, 0) + 1
             self._in_a_row[name] = count
             needed = self._ppo.guard_patience
             if name == "blind_critic":
