@@ -24,9 +24,8 @@ from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import DataError, GateFailed
 from rlhf_core.evaluation.during_ppo import SEQUENCES, HeldOutEvaluation, TrainedPolicy, measure_published
 from rlhf_core.evaluation.prompts import prompts_of_ppo
-from rlhf_core.evaluation.reward_checks.checks import check_sources
-from rlhf_core.evaluation.reward_checks.material import rows_of
-from rlhf_core.evaluation.reward_checks.views import PROMPTS
+from rlhf_core.evaluation.reward_checks import check_sources
+from rlhf_core.evaluation.reward_views import PROMPTS, rows_of
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.recording import KIND

@@ -31,10 +31,9 @@ from rlhf_core.config.rewards import (
     PythonReward,
 )
 from rlhf_core.errors import InputError
-from rlhf_core.evaluation.reward_checks import checks
-from rlhf_core.evaluation.reward_checks.checks import check_sources
-from rlhf_core.evaluation.reward_checks.material import Row, literals_of
-from rlhf_core.evaluation.reward_checks.views import ASKED_ROWS, Card
+from rlhf_core.evaluation import reward_checks as checks
+from rlhf_core.evaluation.reward_checks import check_sources
+from rlhf_core.evaluation.reward_views import ASKED_ROWS, Card, Row, literals_of
 from rlhf_core.rewards.failures import Outcome, groups_of
 from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput

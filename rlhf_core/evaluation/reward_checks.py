@@ -18,26 +18,24 @@ from dataclasses import dataclass
 from rlhf_core.config.redact import shown
 from rlhf_core.config.rewards import AnyReward, LanguageModelReward, ModelReward, PythonReward, RemoteReward
 from rlhf_core.data.answers import same_answer
-from rlhf_core.evaluation.reward_checks.material import (
+from rlhf_core.evaluation.reward_views import (
+    ASKED_ROWS,
     FILLER,
     HOSTILE,
     JUNK,
     SCRIPTS,
-    Candidates,
-    Row,
-    literals_of,
-)
-from rlhf_core.evaluation.reward_checks.views import (
-    ASKED_ROWS,
     SECONDS,
     TOTAL,
+    Candidates,
     Card,
     Finding,
     Item,
     NotMeasured,
     Result,
+    Row,
     Subject,
     View,
+    literals_of,
 )
 from rlhf_core.evaluation.statistics import wilson
 from rlhf_core.rewards.comparisons import asked_model
