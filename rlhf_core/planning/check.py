@@ -16,7 +16,6 @@ from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.models.folder import ModelFolder, base_model_shape
 from rlhf_core.models.shape import ModelShape, count_in_words, tiny_shape
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.planning.fit import compare_memory, stages_with
 from rlhf_core.planning.hardware import Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.loads import (
     EVALUATION,
@@ -27,7 +26,7 @@ from rlhf_core.planning.loads import (
     settings_stage,
     stages_on_evaluation_ranks,
 )
-from rlhf_core.planning.search import advise
+from rlhf_core.planning.search import advise, compare_memory, stages_with
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 

@@ -38,10 +38,18 @@ from rlhf_core.ops.plan.speed import (
     step_time,
 )
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.fit import FitVerdict, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.loads import PPO, DeviceLoad, checkpoint_sizes, training_stages
-from rlhf_core.planning.search import Changes, advise, as_overrides, fastest, with_changes
+from rlhf_core.planning.search import (
+    Changes,
+    FitVerdict,
+    advise,
+    as_overrides,
+    compare_memory,
+    fastest,
+    host_memory,
+    with_changes,
+)
 from rlhf_core.preflight import check
 from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
