@@ -1,5 +1,5 @@
-"""What rewards are checked with before training, rows and texts, what a check (`reward_checks`) sees of a source
-of `ppo.rewards` or of their sum, and the score card.
+"""What rewards are checked with before training: rows and texts; what a check (`reward_checks`) sees of a
+source of `ppo.rewards` or of their sum; and the score card.
 
     rows, sources -> Subject: scores each (row, text) once -> View of a source or of the sum -> checks -> Card
 

@@ -534,8 +534,8 @@ def _data_card(folder: Path) -> str:
 
 # -- both models against the data's own answers, the preferred ones of held-out pairs --
 #
-# The judge of the evaluation compares the answers of both models with the chosen ones. If it is a sum of rules,
-# there is no comparison, because pairs do not have the fields of a prompt's row, which rules may read.
+# The judge of the evaluation compares the answers of both models with the chosen ones. If it is a sum of
+# rules, there is no comparison: pairs do not have the fields of a prompt's row, which rules may read.
 
 
 _JUDGES = ("language_model", "gold", "judge_model", "reward_model")
