@@ -55,12 +55,7 @@ from rlhf_core.config.rewards import (
     ModelReward,
     comparing_sources,
 )
-from rlhf_core.config.training import (
-    DeepSpeedConfig,
-    LoraConfig,
-    OptimizerConfig,
-    PackedSection,
-)
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, PackedSection
 
 WITHOUT_GROUPS = ("ppo", "reinforce_pp")
 """Algorithms that do not compare the samples of one prompt."""

@@ -35,12 +35,7 @@ from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import FinishedRun
 from rlhf_core.ops.first_difference import Recording
-from rlhf_core.ppo.training.experience import (
-    ModelRows,
-    make_rows,
-    response_advantages,
-    summarize,
-)
+from rlhf_core.ppo.training.experience import ModelRows, make_rows, response_advantages, summarize
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.record.schema import REWARD
 from rlhf_core.run.summary import policy_of

@@ -28,14 +28,7 @@ from rlhf_core.models.scoring import combined, deviations, save_ensemble
 from rlhf_core.stages.training import Metrics, accuracy_interval
 from rlhf_core.storage.bundles import on_one_disk
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.types import (
-    AnsweredPrompt,
-    Checkpoints,
-    MetricLogger,
-    PairExample,
-    StageContext,
-    prefixed,
-)
+from rlhf_core.types import AnsweredPrompt, Checkpoints, MetricLogger, PairExample, StageContext, prefixed
 
 _FOLDER, _OUTPUT, _RESULTS = "members", "output", "results.json"
 
