@@ -12,6 +12,7 @@ content     which file, dataset or model is read; the digest of its content is i
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,12 @@ class Section(BaseModel):
 
     constants: ClassVar[Mapping[str, Any]] = {}
     """Values of fields that earlier versions had. They are part of the keys, so that existing keys stay."""
+
+    @classmethod
+    def of_any_release(cls, stored: Mapping[str, Any]) -> Self:
+        """Return stored values without the fields that this release does not have any more."""
+        # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
+        return cls.model_validate_json(json.dumps(stored), extra="ignore")
 
     def complete(self) -> None:
         """Fill fields that follow from others. All fields are valid by then."""

@@ -30,11 +30,6 @@ def config_from_json(tree: Mapping[str, Any]) -> PipelineConfig:
     return PipelineConfig.model_validate_json(json.dumps(tree))
 
 
-def stored_config(tree: Mapping[str, Any]) -> PipelineConfig:
-    """Return the configuration of an artifact, without fields that this release does not have any more."""
-    return PipelineConfig.model_validate_json(json.dumps(tree), extra="ignore")
-
-
 @dataclass(frozen=True)
 class StageSpec:
     """One attempt at one stage."""

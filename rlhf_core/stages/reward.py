@@ -90,7 +90,7 @@ log = logging.getLogger(__name__)
 # -- the members of an ensemble (`reward.ensemble`), trained one after the other --
 #
 # Each member is trained like a single reward model, with a view of the stage's context. In this view, the
-# metrics of member n have the prefix `member_n/`, and its checkpoints have the steps after those of the earlier
+# metrics of member n have the prefix `member_n/`, and its checkpoints have the steps after those of earlier
 # members. A checkpoint also contains the output of the finished members, so a stage can continue from any
 # checkpoint. The first checkpoint of a member contains nothing else.
 
