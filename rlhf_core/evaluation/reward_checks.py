@@ -38,9 +38,9 @@ from rlhf_core.evaluation.reward_views import (
     literals_of,
 )
 from rlhf_core.evaluation.statistics import wilson
-from rlhf_core.rewards.comparisons import asked_model
 from rlhf_core.rewards.compose import External
 from rlhf_core.rewards.failures import Call, Outcome, check_smoke
+from rlhf_core.rewards.language_model import asked_model
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.rules import evaluate_rule
