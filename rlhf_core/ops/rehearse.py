@@ -424,7 +424,8 @@ def check_functions(config: PipelineConfig) -> Iterator[str]:
             else:
                 _compute_advantages(config.ppo)
         except Exception as error:  # code of a user can raise any
-            yield f"{name}: it must compute with random numbers; got {_said(error)}; correct it"
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            yield f"{name}: it must compute with random numbers; got {said}; correct it"
 
 
 def _compute_loss(ppo: PPOConfig) -> None:
@@ -457,10 +458,6 @@ def _compute_advantages(ppo: PPOConfig) -> None:
     number_B = torch.arange(2 * ppo.samples_per_prompt)
     group_B = number_B // ppo.samples_per_prompt
     compute(AdvantageInputs(torch.randn(len(number_B)), group_B, number_B + 1, number_B % 2 == 0))
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def check_rewards(config: PipelineConfig, prepared: Prepared) -> Iterator[str]:

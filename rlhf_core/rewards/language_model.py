@@ -210,9 +210,9 @@ def grade_of(reply: str, scale: int) -> int | None:
 #     value of a response = mean over its comparisons of (verdict in order + verdict exchanged) / 2
 #
 # A comparison is about two texts (`pairs`) or all (`ranking`, `scores`). A verdict has a number from 0 to 1
-# for each text, so all three are averaged in the same way. The exchanged order is the reverse one. A comparison
-# counts only with verdicts in both orders, because one alone has the bias for a place. Equal texts have equal
-# values, and are one text in the questions.
+# for each text, so all three are averaged in the same way. The exchanged order is the reverse one. A
+# comparison counts only with verdicts in both orders, because one alone has the bias for a place. Equal texts
+# have equal values, and are one text in the questions.
 #
 # With `opponents`, the texts are put in an order that depends on them alone, as on a circle, and each is
 # compared with its next neighbours, so that all have equally many comparisons.

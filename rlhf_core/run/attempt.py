@@ -366,11 +366,10 @@ def import_for(stage: StageName, config: PipelineConfig) -> None:
     row.load()
     open_tracking(config).warm_up()
     from_scratch = config.model.path is None
-    modules = list(row.imports)
-    if row.loads_model and from_scratch:
-        modules.append("transformers.models.llama.modeling_llama")
-    for module in modules:
+    for module in row.imports:
         importlib.import_module(module)
+    if row.loads_model and from_scratch:
+        importlib.import_module("transformers.models.llama.modeling_llama")
     if row.samples:
         from rlhf_core.engines.vllm import import_vllm
 

@@ -297,9 +297,7 @@ class Guards:
             action = self._ppo.guards.get(name, "warn")
             if action == "off":
                 continue
-            count = 0
-            if name in conditions:
-                count = self._in_a_row.get(name, 0) + 1
+            count = self._in_a_row.get(name, 0) + 1 if name in conditions else 0
             self._in_a_row[name] = count
             needed = self._ppo.guard_patience
             if name == "blind_critic":
