@@ -23,7 +23,7 @@ from prefect.context import FlowRunContext
 from flows.isolated import EMBEDDED
 from flows.notify import view_only
 from rlhf_core.executors.spec import StageRecord
-from rlhf_core.ops.drift.compare import DriftReport
+from rlhf_core.ops.drift import DriftReport
 from rlhf_core.ops.servers.reconcile import COMMAND_TAG, PROCESS_LABEL
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun

@@ -16,11 +16,10 @@ from prefect.states import Completed
 
 from flows.notify import emit, notify
 from flows.pages import ProgressPage, publish_drift, publish_stage
-from rlhf_core.config.pipeline import RunConfig
-from rlhf_core.ops.drift.compare import DriftReport, compare_with_champion
+from rlhf_core.ops.drift import DriftReport, compare_with_champion
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.pipeline_run import PipelineRun
-from rlhf_core.run.stage_runner import RetryPolicy, get_or_run_stage, retry_delays
+from rlhf_core.run.stage_runner import RETRY_DELAYS, RetryPolicy, get_or_run_stage
 from rlhf_core.types import ArtifactRef
 
 MAX_RETRIES = 1000
@@ -40,20 +39,20 @@ def run_stage(run: PipelineRun, stage: StageName) -> ArtifactRef | None:
     #
     # A task that returns a state, as `Skipped` is, returns the state and not its data unless the state is
     # requested.
-    state: State[Any] = stage_task(stage, run.config.run, retry_policy)(
+    state: State[Any] = stage_task(stage, retry_policy)(
         run, stage, run.inputs(stage), retry_policy, return_state=True
     )
     ref: ArtifactRef = state.result()
     return ref
 
 
-def stage_task(stage: StageName, settings: RunConfig, retry_policy: RetryPolicy) -> Any:
+def stage_task(stage: StageName, retry_policy: RetryPolicy) -> Any:
     """Return the task `attempt` under the name of `stage`, retried as `retry_policy` decides."""
     return attempt.with_options(
         name=stage,
         task_run_name=stage,
         retries=MAX_RETRIES,
-        retry_delay_seconds=retry_delays(settings.retry_delay),
+        retry_delay_seconds=list(RETRY_DELAYS),
         # Prefect accepts only a plain function, and takes every other callable for a "no".
         retry_condition_fn=lambda task, task_run, state: retry_policy.should_retry(_error_of(state)),
     )

@@ -186,7 +186,7 @@ def _rescore(
     """
     from rich.console import Console
 
-    from rlhf_core.executors.environment import stage_environment
+    from rlhf_core.executors.spec import stage_environment
     from rlhf_core.ops.finished_run import STAGE_OF_KIND
     from rlhf_core.system.files import write_atomic, write_json
 
@@ -370,7 +370,7 @@ def _start(text: str) -> str:
 
 def print_replay(run: FinishedRun, step: int, keep: Path | None = None) -> int:
     """Replay a run, and print the first difference. Return the exit code."""
-    from rlhf_core.executors.environment import stage_environment
+    from rlhf_core.executors.spec import stage_environment
     from rlhf_core.logs import set_up_logging
     from rlhf_core.ops.replay import changed_since, replay
 

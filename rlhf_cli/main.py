@@ -27,7 +27,7 @@ from typing import NoReturn
 from cyclopts import CycloptsError
 
 # Each of these modules adds its commands to `app`.
-from rlhf_cli import before, champions, look, rehearse, runs, servers  # noqa: F401
+from rlhf_cli import before, champions, look, runs, servers  # noqa: F401
 from rlhf_cli.app import Stopped, app
 from rlhf_core.config.redact import printable, scrubbed
 from rlhf_core.errors import GateFailed, InputError, NonFiniteError, RLHFError, Superseded, UnexpectedError

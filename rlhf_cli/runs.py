@@ -327,7 +327,7 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
             settings that are made here.
     """
     from flows.isolated import EMBEDDED, client_headers, isolate_prefect
-    from rlhf_core.executors.environment import past_proxies
+    from rlhf_core.executors.spec import past_proxies
     from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
     from rlhf_core.ops.servers.servers import (
         external_prefect_url,

@@ -45,7 +45,7 @@ def _serve_reward(
         device: auto takes a GPU if there is one.
         micro_batch_tokens: Tokens that are scored at a time; fewer need less memory.
     """
-    from rlhf_core.ops.serve_reward import serve_reward
+    from rlhf_core.ops.serve import serve_reward
 
     folder = _home(home).make()
     set_up_logging(folder)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from rlhf_core.pipeline import StageName
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 
 _T = TypeVar("_T", int, float)
 
@@ -281,6 +281,13 @@ def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that are finite: a step that was skipped has no loss, and JSON has no NaN."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a value as JSON can have it: None if it is not finite."""
+    if math.isfinite(value):
+        return value
+    return None
 
 
 class Checkpoints(Protocol):

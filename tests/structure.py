@@ -186,7 +186,7 @@ _OTHER_WORDS: dict[str, set[str]] = {
     "rlhf_core.data.examples": _SET,
     "rlhf_core.data.prepare": _SET,
     "rlhf_core.data.synthetic": _SET,
-    "rlhf_core.ops.drift.measures": _SET,
+    "rlhf_core.ops.drift_measures": _SET,
     "rlhf_core.ops.plan.rows": _SET,
     "rlhf_core.testing.data": _SET,
     # The role of a process in PPO, and places of the KL penalty and of a label.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algo.masking import as_float, select
-from rlhf_core.config.constants import GroupKind as GroupKind
+from rlhf_core.config.base import GroupKind as GroupKind
 
 
 @dataclass(frozen=True)

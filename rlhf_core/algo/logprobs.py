@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_core.algo.masking import as_float
-from rlhf_core.config.constants import LOSS_CHUNK
+from rlhf_core.config.base import LOSS_CHUNK
 
 
 def token_logprobs(logits_BTV: Tensor, labels_BT: Tensor, temperature: float = 1.0) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_core.algo.kl import LOG_RATIO_LIMIT, Estimator, kl_estimate
 from rlhf_core.algo.masking import as_float, divide, masked_mean, select
-from rlhf_core.config.constants import Aggregation
+from rlhf_core.config.base import Aggregation
 
 
 class PolicyLoss(NamedTuple):

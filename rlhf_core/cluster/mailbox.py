@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_core.errors import RLHFError, classified
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 from rlhf_core.types import StageContext
 
 T = TypeVar("T")

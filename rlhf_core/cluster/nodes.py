@@ -23,16 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from rlhf_core.cluster.agent import (
-    MARK,
-    POLL_SECONDS,
-    Host,
-    HostCall,
-    NodeAgent,
-    Started,
-    mark_text,
-    of_host,
-)
+from rlhf_core.cluster.agent import MARK, POLL_SECONDS, Host, HostCall, NodeAgent, Started, mark_text, of_host
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.disk_space import space_of, space_problem
@@ -43,14 +34,7 @@ from rlhf_core.cluster.stored_output import StoredOutput, needed_files, written_
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import require_unchanged
-from rlhf_core.errors import (
-    ConfigError,
-    DataError,
-    InfrastructureError,
-    RLHFError,
-    WorkerDied,
-    WorkerStuck,
-)
+from rlhf_core.errors import ConfigError, DataError, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, is_record, merged

@@ -49,7 +49,7 @@ from rlhf_core.config.pipeline import RunConfig, TimeoutsConfig
 from rlhf_core.engines.distributed import Rank, join, leave
 from rlhf_core.errors import InfrastructureError, RLHFError, WorkerDied, WorkerStuck, classified
 from rlhf_core.system.heartbeat import Monitor, current_activity, heartbeat, idle, register, unregister
-from rlhf_core.system.stopping import EXIT_STOPPED
+from rlhf_core.system.processes import EXIT_STOPPED
 from rlhf_core.types import Nodes, StageContext
 
 _ERROR_SECONDS = 5.0
@@ -105,7 +105,7 @@ def run_ranks(
         context: Context of the stage. Only rank 0 gets it, because only rank 0 tracks, commits and reports.
             The others get None.
         run: Section `run`, see `connect`; None for the defaults.
-        monitor: The heartbeat monitor of the stage, already entered; None for a new one.
+        monitor: An entered heartbeat monitor; None for that of the context, or a new one.
         neighbours: Each group of this number of consecutive ranks is on one host.
 
     Raises:
@@ -140,7 +140,7 @@ def map_ranks(
         label: Names the ranks in messages: `engine`.
         gpus_per_rank: GPUs that each rank sees, with "cuda".
         run: Section `run`, see `connect`; None for the defaults.
-        monitor: The heartbeat monitor of the stage, already entered; None for a new one.
+        monitor: An entered heartbeat monitor; None for that of the context, or a new one.
 
     Raises the same errors as `run_ranks`.
     """
@@ -160,7 +160,9 @@ def _run(
     run: RunConfig | None,
     monitor: Monitor | None,
 ) -> list[Any]:
-    limits, nodes = _limits(run), None if context is None else context.nodes
+    limits, nodes = _limits(run), None
+    if context is not None:
+        nodes, monitor = context.nodes, monitor or context.monitor
     with nullcontext(monitor) if monitor is not None else Monitor() as seen:
         # Without a process group each rank has a process of its own, also a single one.
         if layout.process_group and not needs_actors(layout.ranks):

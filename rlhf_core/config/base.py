@@ -11,9 +11,13 @@ content     which file, dataset or model is read; the digest of its content is i
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -51,6 +55,12 @@ class Section(BaseModel):
 
     constants: ClassVar[Mapping[str, Any]] = {}
     """Values of fields that earlier versions had. They are part of the keys, so that existing keys stay."""
+
+    @classmethod
+    def of_any_release(cls, stored: Mapping[str, Any]) -> Self:
+        """Return stored values without the fields that this release does not have any more."""
+        # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
+        return cls.model_validate_json(json.dumps(stored), extra="ignore")
 
     def complete(self) -> None:
         """Fill fields that follow from others. All fields are valid by then."""
@@ -170,3 +180,92 @@ def divisors_near(total: int, wanted: int) -> list[int]:
         if len(divisors) >= 3:
             break
     return sorted(divisors[:3]) or [1]
+
+
+# -- constants that are not settings; `rlhf plan` computes memory and time with the sizes --
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "token-sum"]
+"""How token losses are added up (`rlhf_core.algo.losses.aggregate`)."""
+GroupKind = Literal["grpo", "dr_grpo", "reinforce_baseline", "rloo"]
+"""How the scores of the samples of a prompt become advantages (`rlhf_core.algo.advantages.group_advantages`).
+"""
+HEAD_CHUNK = 1 << 27
+"""Logits of a micro-batch that are in memory at a time, in elements: 256 MiB of bfloat16. More are computed
+in parts, and again in the backward pass, so that memory does not grow with vocabulary x tokens.
+"""
+LOSS_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Logits that are converted to float32 at a time, in elements. On a CPU they are 2 MB, about one core's L2
+cache; on a GPU 256 MB, enough to fill it.
+"""
+REDUCE_BUCKET = 500_000_000
+"""Gradients that ZeRO 1-3 reduce at a time, at most. The buffer is allocated as a whole."""
+SHORT_ATTENTION = 512
+"""Tokens of a sequence up to which `models.attention` computes attention in bfloat16 on a CPU. Torch's
+kernel is faster for longer ones.
+"""
+
+
+# -- addresses of servers that are asked over HTTP: reward services, judges, MLflow and S3 --
+
+
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
+
+
+def url_problem(url: str, token: str = "the variable in api_key_env") -> str | None:
+    """Return the reason for which `url` is no plain HTTP address, or None.
+
+    Args:
+        url: The address.
+        token: Where the token of the service is given, for the message.
+    """
+    if problem := server_problem(url):
+        return problem
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        return f"it must have no user, password, query or fragment; give a token by {token}"
+    return None
+
+
+def server_problem(url: str) -> str | None:
+    """Return the reason for which no server can be at `url`, or None."""
+    try:
+        parts = urlsplit(url)
+        # `port` raises ValueError for a text and for numbers above 65535.
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return "it must be http(s)://host[:port]/path"
+    if not whole or any(char.isspace() or not char.isprintable() for char in url):
+        return "it must be http(s)://host[:port]/path"
+    return _host_problem(host_of(url))
+
+
+def _host_problem(host: str) -> str | None:
+    """Return the reason for which `host` is neither an address nor an unambiguous host name, or None.
+
+    The name must be interpreted in the same way by every resolver and HTTP client.
+    """
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+        return None
+    except ValueError:
+        pass
+    labels = host.removesuffix(".").split(".")
+    if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)):
+        return (
+            "its host must be an address or a name of letters, digits, hyphens and dots (others as xn--...)"
+        )
+    # Resolvers take `127.1`, `0x7f.1` and `2130706433` for addresses, which `ip_address` above does not.
+    if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):
+        return "its host must be written as four decimal numbers without leading zeros, such as 127.0.0.1"
+    for label in labels:
+        if label.startswith("xn--"):
+            try:
+                label.encode("ascii").decode("idna")
+            except UnicodeError:
+                return f"its host has the label {label}, which is not a valid name"
+    return None
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL in lower case, without port and brackets."""
+    return (urlsplit(url).hostname or "").lower()

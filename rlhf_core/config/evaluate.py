@@ -27,10 +27,10 @@ from rlhf_core.config.base import (
     execution,
     result,
     rounding,
+    url_problem,
 )
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import AnyReward, ChatServiceConfig, ModelReward
-from rlhf_core.config.server_url import url_problem
 
 
 class LanguageModelConfig(ChatServiceConfig):

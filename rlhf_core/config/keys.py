@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_core.config.base import Section, declared, effect_of
 from rlhf_core.config.evaluate import POLICIES
-from rlhf_core.config.pipeline import PipelineConfig, runs_on_gpu
+from rlhf_core.config.pipeline import PipelineConfig, device_of
 from rlhf_core.pipeline import STAGES, StageName, stages_between
 from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
@@ -68,14 +68,18 @@ def is_enabled(config: PipelineConfig, stage: StageName) -> bool:
 
 def sections_read(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
     """Return the sections that affect the result of `stage` with this configuration."""
-    row = STAGES[stage]
-    return row.sections + row.labelling if config.labels_by_language_model else row.sections
+    return STAGES[stage].sections + _labelling(config, stage)
 
 
 def sources_read(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
     """Return the prefixes of the external inputs that `stage` reads with this configuration."""
-    row = STAGES[stage]
-    return row.sources + row.labelling if config.labels_by_language_model else row.sources
+    return STAGES[stage].sources + _labelling(config, stage)
+
+
+def _labelling(config: PipelineConfig, stage: StageName) -> tuple[str, ...]:
+    if config.labels_by_language_model:
+        return STAGES[stage].labelling
+    return ()
 
 
 def sources_in_key(
@@ -127,7 +131,7 @@ def key_content(
         # Of the section `run`, only the seed and the resolved device affect results. Threads affect rounding;
         # checkpoints record them with the versions.
         "seed": config.run.seed,
-        "device": "cuda" if runs_on_gpu(config) else "cpu",
+        "device": device_of(config),
         "config": {
             name: _only(STAGES[stage].fields, name, _of_stage(config, name))
             for name in sections_read(config, stage)
@@ -223,7 +227,7 @@ def _key_payload(config: PipelineConfig, source_digests: Mapping[str, str]) -> d
         "name": config.run.name,
         "experiment": config.experiment,
         "seed": config.run.seed,
-        "device": "cuda" if runs_on_gpu(config) else "cpu",
+        "device": device_of(config),
         "config": {name: _settings(config, name) for name in _PIPELINE_SECTIONS if name not in absent},
         "sources": dict(sorted(source_digests.items())),
     }

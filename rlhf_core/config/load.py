@@ -21,8 +21,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from rlhf_core.config.base import divisors_near
-from rlhf_core.config.constants import GroupKind
+from rlhf_core.config.base import GroupKind, divisors_near
 from rlhf_core.config.data import SETS
 from rlhf_core.config.messages import Place, dotted, format_errors, locate, out_of_range, unknown
 from rlhf_core.config.pipeline import PipelineConfig, uses_gpu

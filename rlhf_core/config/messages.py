@@ -47,11 +47,14 @@ RENAMED = {
 REMOVED = {
     "allow_other_ranks": "a checkpoint of another number of ranks is converted without it; leave it out",
     "allowed_hosts": "leave it out",
+    "backoff": "it is 1 s; leave it out",
     "dispatch": "leave it out",
     "logprob_gap_limit": "it is half of ppo.weight_sync.canary_tolerance; set that instead",
+    "max_restarts": "it is 3; leave it out",
     "optimizer.eps": "it is 1e-8; leave it out",
     "ppo.critic.eps": "it is 1e-8; leave it out",
     "ppo.policy.eps": "it is 1e-8; leave it out",
+    "run.retry_delay": "it is 5 s; leave it out",
     "senders": "leave it out",
     "tie_embeddings": "it is true; leave it out",
 }

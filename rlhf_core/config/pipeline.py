@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, RootModel, field_validator
 
 from rlhf_core.config.base import (
-    PAUSE,
     TOKENS,
     TRIES,
     Name,
@@ -179,8 +178,6 @@ class RunConfig(Section):
     """`auto`: CUDA if a GPU is available"""
     retries: NonNegativeInt = execution(2, within=TRIES)
     """Retries of a stage that fails. The count starts again after each new checkpoint"""
-    retry_delay: PositiveFloat = execution(5.0, within=PAUSE)
-    """Seconds before the first retry; doubles, five times at most"""
     stage_timeout: PositiveFloat = execution(604800.0, within=Range(1, 5e8, "a stage needs seconds to start"))
     """Seconds after which a stage is stopped, over all its attempts in one command"""
     budget: BudgetConfig | None = execution(None)
@@ -619,6 +616,13 @@ class PipelineConfig(Section):
 def uses_gpu(device: str) -> bool:
     """Return whether `auto`, `cpu` or `cuda` uses the GPUs of this machine."""
     return device == "cuda" or (device == "auto" and machine().visible_gpus() > 0)
+
+
+def device_of(config: PipelineConfig) -> Literal["cpu", "cuda"]:
+    """Return the kind of device of `run.device`."""
+    if runs_on_gpu(config):
+        return "cuda"
+    return "cpu"
 
 
 def runs_on_gpu(config: PipelineConfig) -> bool:

@@ -15,8 +15,10 @@ from rlhf_core.config.base import (
     RANKS,
     TEMPERATURE,
     TOKENS,
+    Aggregation,
     Decay,
     Fraction,
+    GroupKind,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -27,7 +29,6 @@ from rlhf_core.config.base import (
     result,
     rounding,
 )
-from rlhf_core.config.constants import Aggregation, GroupKind
 from rlhf_core.config.ppo_sections import (
     MAX_ENGINE_RANK,
     AnyLoss,
@@ -54,12 +55,7 @@ from rlhf_core.config.rewards import (
     ModelReward,
     comparing_sources,
 )
-from rlhf_core.config.training import (
-    DeepSpeedConfig,
-    LoraConfig,
-    OptimizerConfig,
-    PackedSection,
-)
+from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, PackedSection
 
 WITHOUT_GROUPS = ("ppo", "reinforce_pp")
 """Algorithms that do not compare the samples of one prompt."""
@@ -316,6 +312,12 @@ class PPOConfig(PackedSection):
     @property
     def uses_critic(self) -> bool:
         return self.algorithm == "ppo"
+
+    @property
+    def trained_roles(self) -> tuple[Literal["policy", "critic"], ...]:
+        if self.uses_critic:
+            return ("policy", "critic")
+        return ("policy",)
 
     @property
     def syncs_adapter(self) -> bool:

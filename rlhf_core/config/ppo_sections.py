@@ -14,10 +14,8 @@ from pydantic import AfterValidator, Field
 from rlhf_core.config.base import (
     BATCH,
     COEFFICIENT,
-    TRIES,
     Fraction,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
@@ -71,8 +69,6 @@ class EngineConfig(Section):
     """
     enforce_eager: bool = result(True)
     """No CUDA graphs: slower decoding, faster start"""
-    max_restarts: NonNegativeInt = execution(3, within=TRIES)
-    """How often in a row an engine that dies or hangs before its first answer is restarted"""
     min_count: PositiveInt | None = execution(None)
     """The run continues with at least this number of engines after others have used up their restarts. null:
     all are needed, because fewer would sample in other batches

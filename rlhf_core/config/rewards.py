@@ -26,9 +26,9 @@ from rlhf_core.config.base import (
     content,
     execution,
     result,
+    url_problem,
 )
 from rlhf_core.config.redact import is_secret_variable, shown
-from rlhf_core.config.server_url import url_problem
 
 _FUZZY = re.compile(r"(?<!\\)(?<!\\[pPN])\{(?!\d+,?\d*\}|,\d+\})")
 """A brace that `re` would take for itself, and `regex` for fuzzy matching, as in `{e<2}`."""
@@ -283,8 +283,6 @@ class RemoteReward(ExternalReward):
     """Seconds for one request, from the address look-up to the last byte"""
     retries: NonNegativeInt = execution(4, within=TRIES)
     """Retries of a request that failed"""
-    backoff: PositiveFloat = execution(1.0, within=PAUSE)
-    """Seconds before the first retry; doubles for each further one, and is multiplied by 0.5 to 1.5"""
     breaker_failures: PositiveInt = execution(5)
     """Consecutive failures after which a replica is not used"""
     breaker_seconds: PositiveFloat = execution(15.0, within=PAUSE)
@@ -323,8 +321,6 @@ class ChatServiceConfig(Section):
     """Seconds for one request, from the address look-up to the last byte"""
     retries: NonNegativeInt = execution(5, within=TRIES)
     """Retries of a request that failed"""
-    backoff: PositiveFloat = execution(1.0, within=PAUSE)
-    """Seconds before the first retry; doubles for each further one, and is multiplied by 0.5 to 1.5"""
 
     @field_validator("api_key_env")
     @classmethod

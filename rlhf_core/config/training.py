@@ -201,7 +201,7 @@ class SFTConfig(TrainingSection):
 
 
 Combine = Literal["mean", "worst_case", "uncertainty"]
-"""How the scores of several reward models become one (`models.ensemble`)."""
+"""How the scores of several reward models become one (`models.scoring`)."""
 PENALTY = 0.5
 """The only value of `penalty` without `uncertainty`, which alone uses it: equal results have equal keys."""
 MEMBERS = Range(2, 8, "each is a whole model in training and in PPO")

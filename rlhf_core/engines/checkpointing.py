@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rlhf_core.engines.deepspeed import TrainingEngine
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.heartbeat import heartbeat
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 from rlhf_core.types import StageContext
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhf_core.config.constants import REDUCE_BUCKET
+from rlhf_core.config.base import REDUCE_BUCKET
 from rlhf_core.config.training import DeepSpeedConfig
 from rlhf_core.engines.distributed import return_freed_memory
 

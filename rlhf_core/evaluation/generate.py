@@ -227,7 +227,6 @@ def on_engines(
         label="engine",
         gpus_per_rank=config.ppo.engine.tensor_parallel,
         run=config.run,
-        monitor=None if context is None else context.monitor,
     )
 
 

@@ -213,7 +213,7 @@ def _load_champion(
 
 def _is_own_model(context: StageContext, tags: Mapping[str, str], stage: StageName, judge: str) -> bool:
     """Return whether the trained model that judged the champion is the judge of the candidate."""
-    own = context.lineage.inputs.get(stage) if context.lineage else None
+    own = context.input_refs.get(stage)
     is_same = own is not None and own.digest == tags.get(f"rlhf.{stage}.digest")
     return is_same and judge == tags.get("eval.judge")
 
@@ -366,8 +366,8 @@ def _judge_pairs(
         digest = model.digest
     else:
         comparison = _compare_scores(interval, _OWN, scored)
-        inputs = context.lineage.inputs if context.lineage else {}
-        known = scoring.judge_digests(config, gold_known=judge == "gold", reward_code=code, inputs=inputs)
+        refs = context.input_refs
+        known = scoring.judge_digests(config, gold_known=judge == "gold", reward_code=code, inputs=refs)
         digest = known.get(judge)
     by_champion_model = None
     if champion_reward is not None:

@@ -22,7 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from rlhf_core.errors import CorruptArtifact
-from rlhf_core.evaluation.calibration import Calibration
+from rlhf_core.evaluation.statistics import Calibration
 
 INK, GRID, _PAPER = "#24303f", "#e4e8ee", "#ffffff"
 # A thing has the same colour in all figures and on the page of the report.
@@ -388,7 +388,8 @@ def _read_lines(axes: Any, places: Sequence[str]) -> None:
     """Set the values of all labelled lines of the axes at these places."""
     lines = [line for line in axes.lines if not line.get_label().startswith("_")]
     columns = {line.get_label(): line.get_ydata() for line in lines}
-    _read(axes, lines[0].get_xdata() if lines else (), places if lines else (), columns)
+    if lines:
+        _read(axes, lines[0].get_xdata(), places, columns)
 
 
 def _steps_with_kl(steps: Iterable[float], kl: Iterable[float]) -> list[str]:

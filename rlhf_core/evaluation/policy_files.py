@@ -126,17 +126,10 @@ def _settings(default: _S, section: Mapping[str, Any], kinds: Mapping[str, type[
     try:
         for name, kind in kinds.items():
             if section.get(name) is not None:
-                parts[name] = _of_any_release(kind, section[name])
+                parts[name] = kind.of_any_release(section[name])
     except ValidationError as error:
         raise CorruptArtifact(f"its settings cannot be read: {error}") from error
     return default.model_copy(update=parts)
-
-
-def _of_any_release(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    """Return a section without the fields that this release does not have any more."""
-    # A champion can be older than the removal of a field.
-    # As JSON, because strict validation of Python objects would refuse a list in place of a tuple.
-    return kind.model_validate_json(json.dumps(values), extra="ignore")
 
 
 def adapter_rank(folder: Path) -> int:

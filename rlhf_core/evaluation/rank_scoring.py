@@ -68,7 +68,6 @@ def on_ranks(
         *args,
         context=context,
         run=config.run,
-        monitor=None if context is None else context.monitor,
     )
 
 

@@ -134,8 +134,10 @@ def read_votes(file: VoteFile, pairs: Sequence[BlindPair]) -> list[Vote]:
     for pair, choice in zip(pairs, file.choices, strict=True):
         if choice is None:
             continue
-        won = 1.0 if (choice == "1") == pair.policy_first else 0.0
-        votes.append(Vote(pair, 0.5 if choice == "tie" else won))
+        won = float((choice == "1") == pair.policy_first)
+        if choice == "tie":
+            won = 0.5
+        votes.append(Vote(pair, won))
     return votes
 
 

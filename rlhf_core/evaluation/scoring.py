@@ -244,7 +244,7 @@ class ResponseScorer:
         """Return the (n,) scores of the reward model in `folder`, normalised by its statistics. An ensemble
         has one model in memory at a time, and its scores are combined as its folder specifies.
         """
-        from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
+        from rlhf_core.models.scoring import combined, load_ensemble, member_folders
 
         pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
         by_member = [self._member(member, pairs) for member in member_folders(folder)]

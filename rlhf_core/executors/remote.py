@@ -24,13 +24,13 @@ from typing import Self
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.errors import RLHFError, StageFailed, StoreError
 from rlhf_core.executors.child import run_child
-from rlhf_core.executors.environment import stage_environment
 from rlhf_core.executors.events import error_event
 from rlhf_core.executors.job_files import LOG_BYTES, Event, JobFiles
+from rlhf_core.executors.spec import stage_environment
 from rlhf_core.logs import log_to_stderr
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import read_end
-from rlhf_core.system.stopping import EXIT_STOPPED
+from rlhf_core.system.processes import EXIT_STOPPED
 
 log = logging.getLogger("rlhf_core.executors.remote")
 

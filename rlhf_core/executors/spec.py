@@ -1,8 +1,11 @@
-"""The input of a stage's child process, as a JSON file, and the outcome of a stage."""
+"""What a stage's child process is given, its input as a JSON file and its environment, and the outcome of a
+stage.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +14,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rlhf_core.config import PipelineConfig
+from rlhf_core.config.pipeline import runs_on_gpu
 from rlhf_core.pipeline import LAST_STAGE, StageName
 from rlhf_core.storage.artifacts import ArtifactCopy
+from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
+from rlhf_core.system.machine import machine
 from rlhf_core.types import ArtifactRef
 
 
@@ -22,11 +28,6 @@ def config_from_json(tree: Mapping[str, Any]) -> PipelineConfig:
     """Return the configuration that was written as JSON, validated."""
     # In JSON mode, the strict sections accept a list for a tuple. For Python objects they do not.
     return PipelineConfig.model_validate_json(json.dumps(tree))
-
-
-def stored_config(tree: Mapping[str, Any]) -> PipelineConfig:
-    """Return the configuration of an artifact, without fields that this release does not have any more."""
-    return PipelineConfig.model_validate_json(json.dumps(tree), extra="ignore")
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,41 @@ class StageRecord:
         if self.reused:
             return "reused"
         return "continued" if self.continued else "ran"
+
+
+# -- environments: the parent sets threads and devices, because torch reads them when it is imported --
+
+
+def past_proxies(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return NO_PROXY with the addresses of this machine added, so that local requests do not use a proxy.
+
+    Libraries prefer different spellings of the variable, so both spellings get the entries of both. `*` means
+    all hosts only if it is the only entry.
+    """
+    values = [environ.get(name, "").strip() for name in ("no_proxy", "NO_PROXY")]
+    if "*" in values:
+        return {"NO_PROXY": "*", "no_proxy": "*"}
+    names = [name.strip() for names in values for name in names.split(",")]
+    value = ",".join(dict.fromkeys([*filter(None, names), "127.0.0.1", "localhost"]))
+    return {"NO_PROXY": value, "no_proxy": value}
+
+
+def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the whole environment of a stage's child process.
+
+    Prefect's variables are removed. The reconciler takes every process with `PREFECT__FLOW_RUN_ID` for the
+    engine of that flow run, and the child is not one.
+    """
+    # Not os.cpu_count(): a container or `taskset` can allow fewer cores than the host has.
+    threads = str(config.run.threads or machine().cores())
+    child = {name: value for name, value in environ.items() if not name.startswith("PREFECT_")}
+    # Over the variables of the user: numbers depend on these.
+    child |= STAGE_PROCESS
+    child |= past_proxies(environ)
+    child |= dict.fromkeys(THREAD_VARIABLES, threads)
+    if runs_on_gpu(config):
+        # The user's own value wins here, but not over STAGE_PROCESS.
+        child = WITH_GPU | child
+    else:
+        child |= WITHOUT_GPU
+    return child | config.run.env

@@ -84,13 +84,16 @@ def _peft_config(lm: Any, lora: LoraConfig) -> Any:
     from peft import LoraConfig as PeftConfig
 
     # No dropout (the default of PEFT): a resumed run must be bit-identical, and the first ratio of PPO 1.
+    task, whole = "CAUSAL_LM", None
+    if hasattr(lm, _HEAD):
+        # PEFT freezes everything else, and a score head has to be trained as a whole.
+        task, whole = "SEQ_CLS", [_HEAD]
     return PeftConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=list(lora.targets or ()),
-        # PEFT freezes everything else, and a score head has to be trained as a whole.
-        modules_to_save=[_HEAD] if hasattr(lm, _HEAD) else None,
-        task_type="SEQ_CLS" if hasattr(lm, _HEAD) else "CAUSAL_LM",
+        modules_to_save=whole,
+        task_type=task,
     )
 
 

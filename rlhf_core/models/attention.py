@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rlhf_core.config.constants import SHORT_ATTENTION
+from rlhf_core.config.base import SHORT_ATTENTION
 from rlhf_core.errors import ModelError
 
 NAME = "rlhf_sdpa"

@@ -22,13 +22,7 @@ from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ModelError
 from rlhf_core.models.shape import ModelShape, shape_from_config, size_of, text_settings, tiny_shape
-from rlhf_core.system.files import (
-    LFS_POINTER,
-    UnfitFile,
-    exists,
-    open_regular,
-    read_bounded,
-)
+from rlhf_core.system.files import LFS_POINTER, UnfitFile, exists, open_regular, read_bounded
 
 _JSON_LIMIT = 256 << 20
 """Maximum size of a JSON file in bytes. Tokenizers with large vocabularies have about 30 MB."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_core.algo.logprobs import token_entropy, token_logprobs
-from rlhf_core.config.constants import HEAD_CHUNK
+from rlhf_core.config.base import HEAD_CHUNK
 from rlhf_core.config.training import LoraConfig, Packing
 from rlhf_core.errors import ModelError
 from rlhf_core.models.architectures import without_model_and_head

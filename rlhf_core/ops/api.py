@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.ops.drift.compare import compare_with_champion
+from rlhf_core.ops.drift import compare_with_champion
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName
 from rlhf_core.run.checks import CheckedConfig, check_and_prepare
 from rlhf_core.run.pipeline_run import PipelineRun, open_run

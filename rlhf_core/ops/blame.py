@@ -35,12 +35,7 @@ from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import FinishedRun
 from rlhf_core.ops.first_difference import Recording
-from rlhf_core.ppo.training.experience import (
-    ModelRows,
-    make_rows,
-    response_advantages,
-    summarize,
-)
+from rlhf_core.ppo.training.experience import ModelRows, make_rows, response_advantages, summarize
 from rlhf_core.record.reader import read_rollouts
 from rlhf_core.record.schema import REWARD
 from rlhf_core.run.summary import policy_of
@@ -181,9 +176,9 @@ def _values(recording: Recording, ppo: PPOConfig, rows: Rows, step: int, of: Qua
     if of == "value" and not ppo.uses_critic:
         raise InputError(f"--of: this run has no critic; got {of}; use loss")
     advantages, errors = token_values(recording, ppo, rows, step)
-    tokens = advantages if of == "loss" else errors
-    power = 1 if of == "loss" else 2
-    return np.array([float((np.abs(row, dtype=np.float64) ** power).sum()) for row in tokens])
+    if of == "loss":
+        return np.array([float(np.abs(row, dtype=np.float64).sum()) for row in advantages])
+    return np.array([float((np.abs(row, dtype=np.float64) ** 2).sum()) for row in errors])
 
 
 def token_values(

@@ -16,9 +16,8 @@ from rlhf_core.config.load import load_config
 from rlhf_core.config.redact import printable
 from rlhf_core.data.prepare import Prepared, read_and_encode
 from rlhf_core.errors import InputError, checking
-from rlhf_core.evaluation.reward_checks.material import rows_of
-from rlhf_core.evaluation.reward_checks.score_card import check_sources
-from rlhf_core.evaluation.reward_checks.views import PROMPTS, Card
+from rlhf_core.evaluation.reward_checks import check_sources
+from rlhf_core.evaluation.reward_views import PROMPTS, Card, rows_of
 from rlhf_core.ops.data_table import limited
 from rlhf_core.run.references import resolve
 from rlhf_core.types import PairExample, PromptExample

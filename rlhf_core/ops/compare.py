@@ -38,6 +38,7 @@ from rlhf_core.record.reader import RECORD, read_rollouts
 from rlhf_core.record.schema import REWARD
 from rlhf_core.run.summary import policy_of
 from rlhf_core.system.files import read_json
+from rlhf_core.types import finite_or_none
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -320,7 +321,7 @@ def _spaced(steps: Sequence[int]) -> list[int]:
 def _values(
     of_runs: Sequence[Sequence[float]], metrics: Iterable[str]
 ) -> dict[str, tuple[float | None, ...]]:
-    by_run = [[value if isfinite(value) else None for value in values] for values in of_runs]
+    by_run = [map(finite_or_none, values) for values in of_runs]
     return dict(zip(metrics, zip(*by_run, strict=True), strict=True))
 
 

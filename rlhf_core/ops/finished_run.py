@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import InputError
-from rlhf_core.executors.spec import stored_config
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.state import read_state
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
@@ -82,7 +81,7 @@ class FinishedRun:
         """
         artifacts, ref = self.artifact(stage)
         try:
-            return stored_config(artifacts.config(ref))
+            return PipelineConfig.of_any_release(artifacts.config(ref))
         except ValidationError as error:
             raise InputError(f"{ref.uri} was made by an earlier release; run the pipeline again") from error
 

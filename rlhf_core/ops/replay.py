@@ -42,7 +42,7 @@ from rlhf_core.run.external_inputs import reward_code_digests
 from rlhf_core.run.local_context import FolderCheckpoints, stage_context
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import read_json, write_json
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 from rlhf_core.types import Progress, StageContext
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from rlhf_core.engines.distributed import resolve_device
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import STAGE_OF_KIND, FinishedRun
 from rlhf_core.ops.inspect.queries import share_below
-from rlhf_core.ops.serve_reward import locate
+from rlhf_core.ops.serve import locate
 from rlhf_core.ops.tables import Table
 from rlhf_core.record.annotations import annotate, check_name
 from rlhf_core.record.reader import read_rollouts

@@ -252,12 +252,14 @@ def _reason_of_kind(
     artifact: StoredArtifact, known: Known, needed: Mapping[ArtifactName, Reason]
 ) -> Reason | None:
     """Return why artifacts of this kind are kept, without what they descend from."""
-    is_data = artifact.name.stage == "data"
-    if artifact.has_weights and not is_data:
+    if artifact.name.stage == "data":
+        age, reason = known.also.get("data"), Reason.DATA
+    elif artifact.has_weights:
         return None
-    age = known.also.get("data" if is_data else "evaluations")
+    else:
+        age, reason = known.also.get("evaluations"), Reason.NO_WEIGHTS
     if age is None:
-        return Reason.DATA if is_data else Reason.NO_WEIGHTS
+        return reason
     if artifact.created > known.now - age:
         return Reason.YOUNG
     runs = known.runs_with.get(artifact.name, ())

@@ -20,7 +20,6 @@ from rlhf_core.config.keys import flat, key_content, key_of, leaves, sources_in_
 from rlhf_core.config.load import load_config
 from rlhf_core.data.sources import pinned
 from rlhf_core.errors import GateFailed, checking
-from rlhf_core.executors.spec import stored_config
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName
 from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.run.references import resolve
@@ -166,7 +165,7 @@ class _Search:
     def _rebuilt(self, stage: StageName, origin: Origin) -> Mapping[str, Any]:
         """Return what decided the key of an artifact that does not say it; empty if that is not certain."""
         try:
-            config = stored_config(origin.config)
+            config = PipelineConfig.of_any_release(origin.config)
         except ValidationError:
             return {}
         content = key_content(config, stage, origin.parents, sources_in_key(config, stage, self._sources))

@@ -16,17 +16,17 @@ from rlhf_core.errors import ConfigError, Finding, ModelError
 from rlhf_core.models.folder import ModelFolder, base_model_shape
 from rlhf_core.models.shape import ModelShape, count_in_words, tiny_shape
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.planning.checkpoints import bytes_per_parameter, keeps_best
-from rlhf_core.planning.fit import compare_memory, stages_with
 from rlhf_core.planning.hardware import Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.loads import (
     EVALUATION,
     PPO,
+    bytes_per_parameter,
     evaluating_stages,
+    keeps_best,
     settings_stage,
     stages_on_evaluation_ranks,
 )
-from rlhf_core.planning.search import advise
+from rlhf_core.planning.search import advise, compare_memory, stages_with
 from rlhf_core.system.files import existing_parent
 from rlhf_core.system.machine import machine
 

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from rlhf_core.config.constants import HEAD_CHUNK, LOSS_CHUNK, REDUCE_BUCKET, SHORT_ATTENTION
+from rlhf_core.config.base import HEAD_CHUNK, LOSS_CHUNK, REDUCE_BUCKET, SHORT_ATTENTION
 from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig
 from rlhf_core.models.shape import ModelShape

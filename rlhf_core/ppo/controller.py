@@ -35,7 +35,6 @@ from typing import Any, Protocol
 
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.rpc import Pending
-from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
@@ -430,7 +429,7 @@ class PPOController:
         started = time.monotonic()
         fleet, scratch, step = self._fleet, self._context.scratch, self.completed_steps
         sizes = []
-        for role in self._trained_roles:
+        for role in self._ppo.trained_roles:
             sizes.append(fleet.groups[role].workers[0].call(ModelWorker.checkpoint_bytes, role))
         per_role = fleet.wait(sizes, "the checkpoint's size")
         size = sum(whole for whole, _ in per_role)
@@ -441,7 +440,7 @@ class PPOController:
             self._context, scratch, step, size, self.selection.score(step), unsharded=unsharded, own=tokens
         ) as folder:
             saving: list[Pending[None]] = []
-            for role in self._trained_roles:
+            for role in self._ppo.trained_roles:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))
             self._rollouts.save(folder, step)
             fleet.wait(saving, "the checkpoint")
@@ -468,7 +467,7 @@ class PPOController:
             return
         _, folder = latest
         loading: list[Pending[None]] = []
-        for role in self._trained_roles:
+        for role in self._ppo.trained_roles:
             scratch = self._context.scratch / f"converted-{role}"
             loading += self._fleet.groups[role].call(
                 ModelWorker.load_checkpoint, role, str(folder / role), str(scratch)
@@ -542,10 +541,6 @@ class PPOController:
         batch = self._last_batch.first(count)
         logprobs = self._fleet.logprobs("policy", batch, with_entropy=False).gather("logprobs")
         return read_responses(self._fleet, batch, range(len(batch))), logprobs
-
-    @property
-    def _trained_roles(self) -> tuple[Role, ...]:
-        return ("policy", "critic") if self._ppo.uses_critic else ("policy",)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

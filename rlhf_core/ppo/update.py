@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from rlhf_core.algo.advantages import AdvantageInputs
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.cluster.rpc import Pending, as_argument
-from rlhf_core.config.placement import Role
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.models.batching import plan_ranks
 from rlhf_core.ppo.fleet.fleet import Fleet, Scattered
@@ -237,10 +236,9 @@ class Updater:
                 # the weights.
                 if minibatch:
                     batches.append(minibatch)
-        roles: tuple[Role, ...] = ("policy", "critic") if self._ppo.uses_critic else ("policy",)
         plans: dict[int, list[RankUpdate]] = {}
         """Plans by the number of ranks."""
-        for role in roles:
+        for role in self._ppo.trained_roles:
             ranks = self._fleet.groups[role].ranks
             if ranks not in plans:
                 plans[ranks] = plan_update(batch, batches, ranks, self._ppo)

@@ -39,7 +39,7 @@ from typing import TypeVar
 
 from rlhf_core.config.rewards import ChatServiceConfig
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.failures import Failure, Refused, call_with_retries
+from rlhf_core.rewards.failures import PAUSE_SECONDS, Failure, Refused, call_with_retries
 from rlhf_core.rewards.post import Poster, fits_header, request_threads
 from rlhf_core.system.files import create_once, read_bounded, read_json, write_atomic
 
@@ -121,7 +121,7 @@ def ask_service(
                 field,
                 partial(_ask_once, poster, url, settings, question),
                 settings.retries + 1,
-                pause=settings.backoff,
+                pause=PAUSE_SECONDS,
             )
         except Failure as error:
             if failed is None:

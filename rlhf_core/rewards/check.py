@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from rlhf_core.config.base import host_of
 from rlhf_core.config.keys import sources_read
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import (
@@ -26,7 +27,6 @@ from rlhf_core.config.rewards import (
     RemoteReward,
     UserFunction,
 )
-from rlhf_core.config.server_url import host_of
 from rlhf_core.errors import ConfigError, Finding, guarded
 from rlhf_core.pipeline import STAGES
 from rlhf_core.rewards.chat_service import api_key, read_rubric

@@ -31,9 +31,8 @@ from rlhf_core.config.rewards import (
     PythonReward,
     RemoteReward,
 )
-from rlhf_core.rewards.comparisons import LanguageModelComparisons, asked_model
 from rlhf_core.rewards.failures import Outcome, check_smoke, resolve_failures
-from rlhf_core.rewards.language_model import LanguageModelGrades
+from rlhf_core.rewards.language_model import LanguageModelComparisons, LanguageModelGrades, asked_model
 from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.rewards.remote import RemoteService
 from rlhf_core.rewards.rules import evaluate_rule

@@ -37,6 +37,9 @@ _MAX_BAD_SAMPLES = 3
 parts that were not searched to the end count as failed.
 """
 
+PAUSE_SECONDS = 1.0
+"""Seconds before the first retry of a request to a service."""
+
 _LARGEST = 3.4028234663852886e38
 """The largest number of float32, in which PPO computes."""
 

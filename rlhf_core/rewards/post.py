@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from rlhf_core.config.server_url import host_of
+from rlhf_core.config.base import host_of
 from rlhf_core.errors import ConfigError, RewardError
 from rlhf_core.rewards.failures import Failure, Refused
 from rlhf_core.system.serving import has_public_address

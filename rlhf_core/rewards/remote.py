@@ -39,7 +39,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_core.config.rewards import RemoteReward
-from rlhf_core.rewards.failures import Failure, Outcome, Refused, groups_of, score_with_retries
+from rlhf_core.rewards.failures import PAUSE_SECONDS, Failure, Outcome, Refused, groups_of, score_with_retries
 from rlhf_core.rewards.post import TOKEN_VARIABLE, Poster, request_threads, reward_token
 from rlhf_core.types import RewardInput
 
@@ -166,7 +166,7 @@ class RemoteService:
             self._once,
             samples,
             self._source.retries + 1,
-            pause=self._source.backoff,
+            pause=PAUSE_SECONDS,
             search=partial(self._once, searching=True),
         )
 

@@ -13,10 +13,15 @@ from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import ModelError
 from rlhf_core.models.check import length_limits
-from rlhf_core.models.ensemble import combined, load_ensemble, member_folders
 from rlhf_core.models.folder import ModelFolder
 from rlhf_core.models.score import is_classifier, load_score_model
-from rlhf_core.models.scoring import sequence_scores, single_process_batches
+from rlhf_core.models.scoring import (
+    combined,
+    load_ensemble,
+    member_folders,
+    sequence_scores,
+    single_process_batches,
+)
 from rlhf_core.types import PromptAndResponse
 
 

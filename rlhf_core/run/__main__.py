@@ -11,7 +11,7 @@ stage needs and waits for a line on that pipe. Then SPEC.json is complete.
 
 Exit codes: 0 a result was sent; 2 and 3 an error was sent (`rlhf_core.errors`); 143 asked to stop.
 The flow sets the environment (threads, telemetry) before this interpreter starts: see
-`rlhf_core/executors/environment.py`.
+`rlhf_core/executors/spec.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlhf_core.executors.events import (
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.logs import log_to_stderr
 from rlhf_core.run.reaper import fork_reaper
-from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
+from rlhf_core.system.processes import EXIT_STOPPED, StopRequest
 from rlhf_core.tracking.mlflow_client import shorten_timeouts
 
 
@@ -94,7 +94,7 @@ def _prepare_and_wait(spec: StageSpec, pipe: int) -> None:
     """
     os.set_inheritable(pipe, False)
     try:
-        from rlhf_core.stages.imports import import_for
+        from rlhf_core.run.attempt import import_for
 
         import_for(spec.stage, spec.config)
     except Exception:

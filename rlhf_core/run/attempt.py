@@ -1,4 +1,4 @@
-"""One attempt at one stage: fetch and verify the inputs, run the stage, publish its artifact.
+"""One attempt at one stage: import what it needs, fetch and verify the inputs, run it, publish its artifact.
 
 The artifact is published by this process and not by the flow, because this process holds the fence and the
 metrics: if the flow dies, nothing is lost, and an attempt that was replaced cannot publish.
@@ -6,6 +6,7 @@ metrics: if the flow dies, nothing is lost, and an attempt that was replaced can
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shlex
@@ -21,8 +22,10 @@ from rlhf_core.cluster.base_model import BaseModel, with_own_copies
 from rlhf_core.cluster.connect import on_cluster
 from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import base_of
 from rlhf_core.config.keys import changed, pipeline_name, rounding_settings, stages_made
+from rlhf_core.config.pipeline import device_of
 from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import (
     InputError,
@@ -37,8 +40,8 @@ from rlhf_core.executors.events import Events
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_base
 from rlhf_core.models.shape import shape_from_config
-from rlhf_core.pipeline import STAGES
-from rlhf_core.planning.checkpoints import checkpoint_bytes
+from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.planning.loads import checkpoint_bytes
 from rlhf_core.record.reader import RECORD
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -51,7 +54,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import delete_abandoned, held
 from rlhf_core.system.heartbeat import Monitor, idle, register, unregister
 from rlhf_core.system.home import make_attempt_folders, output_folder
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 from rlhf_core.tracking.tracker import StageRun, open_tracking, origin_tags
 from rlhf_core.types import ArtifactRef, Lineage, StageContext, artifact_prefix, checkpoint_prefix
 
@@ -349,3 +352,28 @@ def _params(spec: StageSpec) -> dict[str, Any]:
     """Return the settings of the stage that are not defaults, with flat names, for MLflow."""
     sections = [name.partition(".")[0] for name in STAGES[spec.stage].sections[:1]]
     return {"stage_key": spec.key, "seed": spec.config.run.seed, **changed(spec.config, ("model", *sections))}
+
+
+# -- the process that waits for the inputs of its stage --
+
+
+def import_for(stage: StageName, config: PipelineConfig) -> None:
+    """Import what `stage` needs under this configuration, open the tracker, and start what needs no inputs.
+
+    Most of these imports are inside functions, so that errors are reported before the seconds that they take.
+    """
+    row = STAGES[stage]
+    row.load()
+    open_tracking(config).warm_up()
+    from_scratch = config.model.path is None
+    for module in row.imports:
+        importlib.import_module(module)
+    if row.loads_model and from_scratch:
+        importlib.import_module("transformers.models.llama.modeling_llama")
+    if row.samples:
+        from rlhf_core.engines.vllm import import_vllm
+
+        import_vllm(
+            config.ppo.engine, device_of(config), config.model.tiny.vocab_size if from_scratch else None
+        )
+    row.prepare(config)

@@ -31,13 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.address import (
-    BASE_STAGES,
-    MODEL_PATH,
-    base_of,
-    is_reference,
-    with_base_paths,
-)
+from rlhf_core.config.address import BASE_STAGES, MODEL_PATH, base_of, is_reference, with_base_paths
 from rlhf_core.config.data import SETS
 from rlhf_core.config.keys import pipeline_key, tracking_uri
 from rlhf_core.config.redact import shown

@@ -31,9 +31,8 @@ from rlhf_core.errors import (
     UnexpectedError,
 )
 from rlhf_core.executors.child import OnEvent, StageProcess, run_child
-from rlhf_core.executors.environment import stage_environment
 from rlhf_core.executors.follow import JobFollower, open_scheduler
-from rlhf_core.executors.spec import StageRecord, StageSpec
+from rlhf_core.executors.spec import StageRecord, StageSpec, stage_environment
 from rlhf_core.pipeline import StageName
 from rlhf_core.run.display import Pace, current_display
 from rlhf_core.run.pipeline_run import PipelineRun, budget_spent
@@ -57,12 +56,8 @@ NEVER_RETRIED = (
 deterministic failure.
 """
 
-_MAX_DOUBLINGS = 5
-
-
-def retry_delays(first: float) -> list[float]:
-    """Return the seconds before each retry, from `run.retry_delay`. The last one is for all further ones."""
-    return [first * 2**n for n in range(_MAX_DOUBLINGS + 1)]
+RETRY_DELAYS = (5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+"""Seconds before each retry. The last one is for all further ones."""
 
 
 class RetryPolicy:
@@ -99,11 +94,11 @@ class RetryPolicy:
         return remaining > 0
 
 
-def retry_with(retry_policy: RetryPolicy, first_delay: float) -> Retrying:
-    """Return a caller that repeats a failed call as `retry_policy` allows, after `retry_delays`."""
+def retry_with(retry_policy: RetryPolicy) -> Retrying:
+    """Return a caller that repeats a failed call as `retry_policy` allows, after `RETRY_DELAYS`."""
     return Retrying(
         retry=retry_if_exception(retry_policy.should_retry),
-        wait=wait_chain(*map(wait_fixed, retry_delays(first_delay))),
+        wait=wait_chain(*map(wait_fixed, RETRY_DELAYS)),
         reraise=True,
     )
 
@@ -114,8 +109,7 @@ def run_with_retries(run: PipelineRun, stage: StageName) -> StageRecord:
     Raises InputError if `run` has not made an input of the stage yet.
     """
     retry_policy = RetryPolicy(run.config.run.retries)
-    retrying = retry_with(retry_policy, run.config.run.retry_delay)
-    return retrying(get_or_run_stage, run, stage, run.inputs(stage), retry_policy)
+    return retry_with(retry_policy)(get_or_run_stage, run, stage, run.inputs(stage), retry_policy)
 
 
 def get_or_run_stage(

@@ -12,9 +12,9 @@ from rlhf_core.evaluation.language_model import LanguageModelJudge, held_out_pai
 from rlhf_core.evaluation.statistics import preference
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
-from rlhf_core.rewards.comparisons import asked_model
 from rlhf_core.rewards.compose import code_digests, prefixed_usage, source_name
 from rlhf_core.rewards.failures import resolve_failures
+from rlhf_core.rewards.language_model import asked_model
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.system.home import Home
 from rlhf_core.types import RewardInput, StageContext, prefixed

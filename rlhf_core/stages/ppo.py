@@ -5,9 +5,11 @@ and `metrics.jsonl`."""
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from rlhf_core.config import PipelineConfig
@@ -15,14 +17,15 @@ from rlhf_core.config.address import base_of
 from rlhf_core.config.base import Section
 from rlhf_core.config.placement import PPOSettings, Role, plan
 from rlhf_core.config.rewards import UserFunction
-from rlhf_core.data.dataset import load_prompts, open_prompts, open_sft, require_answers
+from rlhf_core.data.dataset import load_pairs, load_prompts, open_prompts, open_sft, require_answers
 from rlhf_core.data.difficulty import by_difficulty
 from rlhf_core.data.tokenizer import Decoder, load_decoder
 from rlhf_core.engines.distributed import resolve_device
-from rlhf_core.errors import DataError
-from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
+from rlhf_core.errors import DataError, GateFailed
+from rlhf_core.evaluation.during_ppo import SEQUENCES, HeldOutEvaluation, TrainedPolicy, measure_published
 from rlhf_core.evaluation.prompts import prompts_of_ppo
-from rlhf_core.evaluation.published import SEQUENCES, TrainedPolicy, measure_published
+from rlhf_core.evaluation.reward_checks import check_sources
+from rlhf_core.evaluation.reward_views import PROMPTS, rows_of
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.recording import KIND
@@ -33,11 +36,12 @@ from rlhf_core.rewards.compose import code_digests
 from rlhf_core.rewards.python_function import read_code
 from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.stages.reward_checks import check_rewards_of_stage
 from rlhf_core.stages.training import fetch_base, require_usable
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.types import PromptExample, StageContext, StageResult, prefixed
+
+log = logging.getLogger(__name__)
 
 
 def new_fleet(config: PipelineConfig, context: StageContext, device: str, pad_id: int) -> Fleet:
@@ -211,3 +215,32 @@ def _folders(config: PipelineConfig, context: StageContext) -> dict[Role, Path |
     if config.judge_in_ppo:
         folders["judge"] = context.inputs["judge"] / "model"
     return folders
+
+
+def check_rewards_of_stage(config: PipelineConfig, context: StageContext, decoder: Decoder) -> None:
+    """Check the rewards with the data artifact, and warn of findings. The score card is the table
+    `reward_checks`.
+
+    Rewards that are asked over the network, and the reward model, are left out.
+
+    Raises:
+        GateFailed: There is a finding, and `ppo.check_rewards` is `refuse`.
+    """
+    if config.ppo.check_rewards == "off":
+        return
+    prompts, pairs = load_prompts(context.data, "train"), load_pairs(context.data, "train")
+    card = check_sources(
+        config.ppo.rewards,
+        rows_of(prompts, pairs, decoder.response, config.ppo.rewards, PROMPTS),
+        lambda text: [*decoder.tokenizer.encode(text, add_special_tokens=False).ids, decoder.eos],
+        ask=False,
+    )
+    context.metrics.log_table("reward_checks", [asdict(row) for row in card.rows])
+    found = [f"reward {each.source}: {each.check}: {each.evidence}" for each in card.findings]
+    for text in found:
+        log.warning("%s", text)
+    if found and config.ppo.check_rewards == "refuse":
+        raise GateFailed(
+            f"{found[0]} (the first of {len(found)} findings); correct the reward, or set"
+            " ppo.check_rewards to warn"
+        )

@@ -21,7 +21,6 @@ from typing import Any
 from rlhf_core.algo.groups import by_group
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, InputError
-from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult, MatchSkipped, run_match
 from rlhf_core.evaluation.measures import results_of, titles_of
 from rlhf_core.evaluation.policy_files import POLICY_STAGE
@@ -35,7 +34,7 @@ from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import write_json, write_jsonl
 from rlhf_core.tracking.champions import BASE, POLICY, REFERENCE, WEIGHTS, registry_errors
-from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes
+from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch, Votes, log_evidence
 from rlhf_core.tracking.mlflow_client import Mlflow, clean_name
 from rlhf_core.tracking.registry import Candidate, Registration, register
 from rlhf_core.tracking.tracker import open_tracking

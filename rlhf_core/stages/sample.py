@@ -41,7 +41,7 @@ from rlhf_core.rewards.compose import code_digests, reward_inputs
 from rlhf_core.rewards.questions import Pair
 from rlhf_core.stages.agreement import check_language_model_rewards, load_checked_judge
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult, prefixed
+from rlhf_core.types import PromptExample, RewardInput, StageContext, StageResult, finite_or_none, prefixed
 
 log = logging.getLogger(__name__)
 
@@ -283,8 +283,7 @@ def _answers_to_prompt(answers: Sequence[ScoredAnswer]) -> AnswersToPrompt:
     prompt = answers[0].sample
     written = []
     for each in answers:
-        score = None if math.isnan(each.score) else each.score
-        written.append(SampledAnswer(each.sample.response, score, each.is_usable))
+        written.append(SampledAnswer(each.sample.response, finite_or_none(each.score), each.is_usable))
     return AnswersToPrompt(prompt.prompt_id, prompt.prompt, tuple(written))
 
 

@@ -207,7 +207,6 @@ def train_on_ranks(
         *args,
         context=context,
         run=config.run,
-        monitor=context.monitor,
         neighbours=settings.deepspeed.hpz,
     )
     return metrics

@@ -28,12 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-)
+from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception
 
 from rlhf_core.config.redact import has_credentials
 from rlhf_core.errors import CorruptArtifact, StoreError, StoreUnavailable

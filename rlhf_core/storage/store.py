@@ -14,9 +14,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rlhf_core.config.base import server_problem
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import credential_problem, scrubbed, shown
-from rlhf_core.config.server_url import server_problem
 from rlhf_core.errors import ConfigError, Finding, InputError, StoreError, StoreUnavailable
 from rlhf_core.storage.backend import Backend, LocalFiles
 from rlhf_core.storage.s3 import S3_LIMITS, S3Limits, S3Objects, s3_endpoint

@@ -1,4 +1,4 @@
-"""Processes: identity, signals, ports, and the start of child processes.
+"""Processes: identity, signals, ports, and the start and restart of child processes.
 
 A process is identified by its pid and start time, because pids are used again.
 
@@ -9,8 +9,8 @@ process group.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -18,10 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -63,14 +63,14 @@ class ProcessId:
     def send(self, signum: int) -> None:
         """Send a signal to the process if it is running."""
         if self.alive():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signum)
 
 
 def _stat(pid: int) -> list[bytes]:
     """Return the fields of `/proc/{pid}/stat` from the state on; empty if there is no such process."""
     # Not psutil's `create_time`, which is a time of the system's clock.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         # The name of the program before them can contain spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return []
@@ -81,7 +81,7 @@ def this_machine() -> str:
 
     The hostname does not identify a machine: two containers can have the same.
     """
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
@@ -93,7 +93,7 @@ def here() -> tuple[str, str]:
 
 def installation() -> str:
     """Return the id of this host that a restart does not change. Most containers have none: ""."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return Path("/etc/machine-id").read_text().strip()
     return ""
 
@@ -137,7 +137,7 @@ class RecordedProcess(NamedTuple):
 def free_port(preferred: int = 0) -> int:
     """Return `preferred` if no process listens on it on loopback, and another free port otherwise."""
     for port in (preferred, 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, suppress(OSError):
             # A port in TIME_WAIT after the end of its server is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -147,7 +147,7 @@ def free_port(preferred: int = 0) -> int:
 
 def listens(process: ProcessId, port: int) -> bool:
     """Return whether the process, or one of its descendants, listens on TCP `port`."""
-    with contextlib.suppress(psutil.Error):
+    with suppress(psutil.Error):
         parent = psutil.Process(process.pid)
         for member in (parent, *parent.children(recursive=True)):
             for connection in member.net_connections("tcp"):
@@ -160,7 +160,7 @@ def processes_with_env(variable: str) -> Iterator[tuple[ProcessId, str]]:
     """Yield each running process of this user that has `variable` in its environment, and the value."""
     for process in psutil.process_iter():
         # The environment of other users' processes cannot be read.
-        with contextlib.suppress(psutil.Error, OSError):
+        with suppress(psutil.Error, OSError):
             value = process.environ().get(variable)
             identity = ProcessId.of(process.pid)
             if value is not None and identity is not None and process.status() != psutil.STATUS_ZOMBIE:
@@ -249,3 +249,134 @@ def launch(
             start_new_session=True,
             preexec_fn=None if parent_death_signal is None else die_with_parent(parent_death_signal),
         )
+
+
+# -- a child process that is restarted when it ends --
+
+
+log = logging.getLogger(__name__)
+
+_RESTART_DELAYS = (0.0, 2.0, 10.0, 30.0)
+"""Seconds before each consecutive restart. The last one applies to all further restarts."""
+_STABLE_SECONDS = 120.0
+"""Uptime after which the restarts are counted from zero again."""
+
+
+@dataclass
+class SupervisedProcess:
+    """A child process with its log and its restarts.
+
+    No method waits, so that one loop can supervise several processes.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """The complete environment of the process."""
+    log_file: Path
+    """stdout and stderr. The folder of this file is the working folder of the process."""
+    port: int | None = None
+    """The port on which the process listens, or None."""
+    owns_group: bool = True
+    """Whether all processes of its process group are killed with it. False for a worker, whose flow runs must
+    survive.
+    """
+    parent_death_signal: int = signal.SIGTERM
+    """Sent to the process when this process ends."""
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    restarts: int = field(default=0, init=False)
+    """Number of consecutive restarts."""
+    last_end: str = field(default="", init=False)
+    """Why it was started again the last time."""
+    started: float = field(default=0.0, init=False)
+    next_start: float = field(default=0.0, init=False)
+
+    def ensure_running(self) -> None:
+        """Start the process if it is not running and the delay of this restart has passed.
+
+        Raises OSError if the process cannot be started; a later call tries again.
+        """
+        if self.process is not None and self.process.poll() is None:
+            return
+        now = time.monotonic()
+        if self.process is not None:
+            log.warning(
+                "%s ended with exit code %s and is started again; see %s",
+                self.name,
+                self.process.returncode,
+                self.log_file,
+            )
+            if self.owns_group:
+                # `mlflow server` starts the actual server as a child, which would keep the port.
+                with suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            # Kept for `rlhf status`, because the log of the server does not have its exit code.
+            self.last_end = f"exit code {self.process.returncode}"
+            self.process = None
+            if now - self.started >= _STABLE_SECONDS:
+                self.restarts = 0
+            self.restarts += 1
+            self.next_start = now + _RESTART_DELAYS[min(self.restarts, len(_RESTART_DELAYS)) - 1]
+        if now < self.next_start:
+            return
+        self.started = now
+        self.process = launch(
+            self.command,
+            self.environment,
+            log_file=self.log_file,
+            # Not the current folder: Prefect would read settings from the files there.
+            working_folder=self.log_file.parent,
+            parent_death_signal=self.parent_death_signal,
+        )
+
+    def id(self) -> ProcessId | None:
+        """Return the identity of the running process, or None."""
+        return None if self.process is None else ProcessId.of(self.process.pid)
+
+    def has_its_port(self) -> bool:
+        """Return whether this process, and not another one, listens on the port."""
+        process = self.id()
+        return process is not None and self.port is not None and listens(process, self.port)
+
+
+# -- requests to stop this process --
+
+
+EXIT_STOPPED = 128 + signal.SIGTERM
+
+
+class StopRequest:
+    """The stop request of a process, from a cancellation, Ctrl-C, or a machine that shuts down. `on_signal`
+    is its handler of SIGTERM and SIGINT.
+
+        before `defer`     the stage ends at once (SystemExit) and continues from its last checkpoint
+        after `defer`      a training loop checks `requested` after each step, saves a checkpoint and exits
+        after the loop     the stage goes on, and saves what the loop has trained
+
+    The process that sends the signal waits for about 20 s (`run.reaper`) before it kills: a longer step is
+    lost.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._deferred = False
+
+    def on_signal(self, _signum: int, _frame: Any) -> None:
+        """Record the request and exit, unless that is deferred.
+
+        Further signals are ignored, because they would interrupt the clean-up.
+        """
+        if not self.requested:
+            self.requested = True
+            if not self._deferred:
+                self.exit()
+
+    def defer(self) -> None:
+        """Do not exit on a signal any more: the loop that follows checks `requested`, and must call `exit`
+        soon after it is true.
+        """
+        self._deferred = True
+
+    def exit(self) -> NoReturn:
+        """End the process with clean-up."""
+        raise SystemExit(EXIT_STOPPED)

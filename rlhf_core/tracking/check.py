@@ -9,10 +9,10 @@ import os
 import re
 from collections.abc import Iterator
 
+from rlhf_core.config.base import server_problem
 from rlhf_core.config.keys import given_tracking_uri, tracking_uri
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, shown
-from rlhf_core.config.server_url import server_problem
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.tracking.also import check_also
 from rlhf_core.tracking.database import database_problem

@@ -1,7 +1,7 @@
 """Decides whether a candidate becomes champion.
 
 The first champion must beat its SFT model in an exact sign test. Every later one must beat the present
-champion in a match, by an anytime-valid test (`evaluation.evidence`). If the champion was judged by another
+champion in a match, by an anytime-valid test (`log_evidence`). If the champion was judged by another
 reward model, the same test is made with that one, and both must succeed. The levels of the tests in any 365
 days add up to at most `alpha`. If no candidate is better than its champion under both judges, the probability
 that any of them becomes champion within a year is therefore at most `alpha`, for any number of candidates and
@@ -18,15 +18,117 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.errors import RLHFError
-from rlhf_core.evaluation.evidence import prompts_for_evidence, prompts_for_level
 from rlhf_core.evaluation.measures import NOT_IDENTIFIED, results_of
 from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences, units
+
+BETS = (0.1, 0.2, 0.4)
+"""Values of lambda. Each is the best bet on a win rate of (1 + lambda) / 2 among prompts without a tie."""
+
+YEAR = 365 * 86400.0
+"""Seconds in which all levels add up to at most the budget."""
+
+_AT_ONCE = 0.2
+"""Share of the year's budget that is available at once. The rest accrues evenly over the year."""
+
+_PER_TEST = 0.25
+"""Share of what is available that one test spends. With weekly tests it converges to 1/65 of the budget."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """A test that was made."""
+
+    time: float
+    """Seconds since 1970."""
+    level: float
+
+
+def log_evidence(outcomes: Sequence[float]) -> float:
+    """Return the anytime-valid evidence that one policy beats another, max_n log E_n of `outcomes` (n,), each
+    in [-1, 1]; 0 if there are none. Ties do not change the evidence.
+
+    A match gives one outcome for each prompt: x_i = 1 if the candidate wins, -1 if it loses, 0 for a tie. The
+    null hypothesis is that the candidate is not better: E[x_i | x_1 ... x_(i-1)] <= 0. The capital of a
+    gambler who bets the share lambda on each win, as a mean over several lambda, is
+
+        E_n = mean over lambda of  prod_(i <= n) (1 + lambda x_i)
+
+    This is a test supermartingale with E_0 = 1, so that P(max_n E_n >= 1 / level) <= level for any number of
+    prompts (Ville 1939; Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by
+    betting"; Ramdas et al. 2023, "Game-theoretic statistics and safe anytime-valid inference"). A match can
+    therefore be continued with further prompts at the same level.
+
+    Levels of different matches add up (union bound), also where matches use the same prompts. `next_level`
+    assigns them.
+    """
+    x = np.asarray(outcomes, dtype=np.float64)
+    if not x.size:
+        return 0.0
+    # In logarithms, because the capital of a long match exceeds the range of a float.
+    capitals = np.stack([np.log1p(bet * x).cumsum() for bet in BETS])
+    mixture = np.logaddexp.reduce(capitals, axis=0) - math.log(len(BETS))
+    # 0 is the logarithm of E_0, which the maximum includes.
+    return max(0.0, float(mixture.max()))
+
+
+def prompts_for_evidence(win_rate: float, level: float) -> int | None:
+    """Return the number of prompts with which this win rate has evidence of 1 / level; None if no number has.
+    Both are without ties.
+
+    The capital of the bet that suits the win rate best must be 1 / level times the number of bets, because
+    the evidence is their mean.
+    """
+    gain = max(win_rate * math.log1p(bet) + (1 - win_rate) * math.log1p(-bet) for bet in BETS)
+    return math.ceil((math.log(len(BETS)) - math.log(level)) / gain) if gain > 0 else None
+
+
+def prompts_for_level(rate: float, level: float) -> int | None:
+    """Return the number of prompts without a tie with which a win rate can be significant; None if it is not
+    above one half.
+
+    A win rate w increases the logarithm of the evidence by at most w ln 2w + (1 - w) ln 2(1 - w) for each
+    prompt. With so many prompts, the p-value of an exact sign test is at most the level (Chernoff).
+    """
+    if rate <= 0.5:
+        return None
+    gain = sum(share * math.log(2 * share) for share in (rate, 1 - rate) if share > 0)
+    return math.ceil(math.log(1 / level) / gain)
+
+
+def next_level(spent: Iterable[Spent], now: float, budget: float) -> float:
+    """Return the level of a test at time `now`, in seconds.
+
+    The levels in any 365 days add up to at most `budget`, for any number of tests: a fifth of it is available
+    at once, the rest accrues evenly, and each test spends a quarter of what is available.
+
+    Args:
+        spent: All earlier tests.
+        now: Seconds since 1970.
+        budget: Probability of a false rejection in a year.
+    """
+    capacity = _AT_ONCE * budget
+    per_second = (1 - _AT_ONCE) * budget / YEAR
+    available, last = capacity, -math.inf
+    # A test of a host whose clock is ahead counts as made now. Otherwise the time until then would accrue.
+    for tested, level in sorted((min(test.time, now), test.level) for test in spent):
+        if last > -math.inf:
+            available = min(capacity, available + (tested - last) * per_second)
+        available = max(0.0, available - level)
+        last = tested
+    if last > -math.inf:
+        available = min(capacity, available + max(0.0, now - last) * per_second)
+    return _PER_TEST * available
+
+
+# -- the decision --
 
 _NOT_INDEPENDENT = "which is not independent of the policy's training"
 _BETTER = "train a better policy"
@@ -158,7 +260,7 @@ class Match:
     judge_digest: str | None = None
     """Digest of the judge."""
     log_evidence: float = 0.0
-    """Natural logarithm of the evidence that the candidate is better (`evaluation.evidence`)."""
+    """Natural logarithm of the evidence that the candidate is better (`log_evidence`)."""
     away_win_rate: float | None = None
     """Win rate of the candidate, judged by the champion's reward model. None if that model is not another
     judge or is missing.
@@ -449,5 +551,7 @@ def _judge_name(record: Evaluation) -> str:
 
 
 def _mean(value: Any) -> float | None:
-    mean = value.get("mean") if isinstance(value, Mapping) else None
-    return float(mean) if isinstance(mean, int | float) else None
+    match value:
+        case {"mean": int() | float() as mean}:
+            return float(mean)
+    return None

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from rlhf_core.evaluation.evidence import Spent, next_level
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.tracking.champion_log import Log, Move, PromotionTest, append, read_log
 from rlhf_core.tracking.champions import (
@@ -41,7 +40,9 @@ from rlhf_core.tracking.gate import (
     Gate,
     Match,
     NoMatch,
+    Spent,
     decide,
+    next_level,
     refused_alone,
 )
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion

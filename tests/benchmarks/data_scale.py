@@ -53,7 +53,7 @@ from rlhf_core.data.dataset import open_pairs
 from rlhf_core.data.sources import model_digest, source_contents
 from rlhf_core.data.tokenizer import load_tokenizer, train_tokenizer
 from rlhf_core.models.batching import TokenSequence
-from rlhf_core.ops.drift.measures import statistics_of_new_rows
+from rlhf_core.ops.drift_measures import statistics_of_new_rows
 from rlhf_core.seeds import epoch_batch
 from rlhf_core.stages.training import Objective, Training, train_epochs
 from rlhf_core.storage import bundles

@@ -14,8 +14,8 @@ import math
 import numpy as np
 from scipy.stats import binom
 
-from rlhf_core.evaluation.evidence import BETS, YEAR, Spent, next_level
 from rlhf_core.evaluation.statistics import bootstrap_mean, win_rate
+from rlhf_core.tracking.gate import BETS, YEAR, Spent, next_level
 from tests.support.arguments import positive
 
 HISTORIES, WEEKS, ALPHA = 2000, 52, 0.05

@@ -32,7 +32,7 @@ from rlhf_core.data.tokenizer import TINY_TEMPLATE, train_tokenizer
 from rlhf_core.errors import RLHFError
 from rlhf_core.ops.data_table import ROWS
 from rlhf_core.ops.plan.plan import make_plan
-from rlhf_core.ops.rehearse.rehearse import Rehearsal, rehearse
+from rlhf_core.ops.rehearse import Rehearsal, rehearse
 from tests.support.chat_server import ChatServer, prefer_longer
 from tests.support.tiny_llama import save_tiny_llama
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from rlhf_core.algo.losses import step_denominator
-from rlhf_core.config.constants import HEAD_CHUNK
+from rlhf_core.config.base import HEAD_CHUNK
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig, RewardConfig, SFTConfig
 from rlhf_core.engines import deepspeed, sharding

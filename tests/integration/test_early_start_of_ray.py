@@ -23,7 +23,7 @@ from rlhf_core.cluster.connect import connect, start_ray
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import plan
 from rlhf_core.executors.child import NextStage, StageProcess, start_child
-from rlhf_core.executors.environment import stage_environment
+from rlhf_core.executors.spec import stage_environment
 from rlhf_core.ppo.fleet.placement import actor_environment, environment_option
 from rlhf_core.system.machine import machine
 from rlhf_core.system.processes import ProcessId

@@ -26,12 +26,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rlhf_core.ops.prune import traces_of_home
 from rlhf_core.ops.retention import Reason
 from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
-from rlhf_core.ops.servers.supervised import SupervisedProcess
-from rlhf_core.ops.traces import traces_of_home
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import ProcessId
+from rlhf_core.system.processes import ProcessId, SupervisedProcess
 from rlhf_core.system.serving import basic_auth, post, responds
 from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait

@@ -122,7 +122,7 @@ def command(home: Path, server: PrefectServer, tmp_path: Path, request: pytest.F
     config = tmp_path / "toy.yaml"
     config.write_text(
         f"run: {{name: {name}, seed: {zlib.crc32(name.encode()) % 10**6}, home: {home}, device: cpu, threads:"
-        " 1, retry_delay: 0.1, prepare_next: false}\nppo: {steps: 4}\ntracking: {system_metrics: false}\n"
+        " 1, prepare_next: false}\nppo: {steps: 4}\ntracking: {system_metrics: false}\n"
     )
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))

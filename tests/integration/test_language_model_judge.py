@@ -27,8 +27,8 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import GateFailed, RewardError
 from rlhf_core.evaluation.language_model import LanguageModelJudge
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.rewards.comparisons import REASONS
 from rlhf_core.rewards.compose import RewardComposer
+from rlhf_core.rewards.language_model import REASONS
 from rlhf_core.rewards.questions import LETTERS, Pair, questions_of
 from rlhf_core.stages.agreement import check_language_model_rewards
 from rlhf_core.stages.gates import check_gate

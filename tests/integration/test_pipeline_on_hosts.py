@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 CONFIG = """
-run: {name: hosts, device: cpu, threads: 2, retry_delay: 1, retries: 1, timeouts: {start: 400, stall: 300}}
+run: {name: hosts, device: cpu, threads: 2, retries: 1, timeouts: {start: 400, stall: 300}}
 tracking: {system_metrics: false}
 model:
   tiny: {hidden_size: 64, intermediate_size: 128, layers: 1, heads: 2, vocab_size: 320, max_positions: 128}

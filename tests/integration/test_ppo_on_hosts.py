@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 CONFIG = """
-run: {name: hosts, device: cpu, threads: 2, retry_delay: 1, timeouts: {start: 400, stall: 90, sync: 90}}
+run: {name: hosts, device: cpu, threads: 2, timeouts: {start: 400, stall: 90, sync: 90}}
 store: {url: s3://rlhf-test/x}
 tracking: {system_metrics: false}
 model:

@@ -24,8 +24,8 @@ import torch
 
 from rlhf_core.config.training import EnsembleConfig
 from rlhf_core.evaluation.scoring import ResponseScorer
-from rlhf_core.models.ensemble import member_folder, member_folders, save_ensemble
 from rlhf_core.models.score import ScoreStatistics, load_score_model
+from rlhf_core.models.scoring import member_folder, member_folders, save_ensemble
 from rlhf_core.types import PromptExample, RewardInput
 from tests.support.small_ppo import (
     VOCABULARY,

@@ -34,10 +34,10 @@ from rlhf_core.cluster.ranks import map_ranks, ray_session, run_ranks
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import bound_collectives
 from rlhf_core.errors import DataError, OutOfMemory, StoreError, WorkerDied, WorkerStuck
-from rlhf_core.evaluation.calibration import calibration
 from rlhf_core.evaluation.plots import reliability
+from rlhf_core.evaluation.statistics import calibration
 from rlhf_core.system.heartbeat import Monitor, heartbeat
-from rlhf_core.system.stopping import EXIT_STOPPED, StopRequest
+from rlhf_core.system.processes import EXIT_STOPPED, StopRequest
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.types import StageContext
 

@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.fleet import fleet
 from rlhf_core.storage.bundles import weights_sha256
 from tests.support.small_ppo import finished_ppo, save_small_model, small_config
 
@@ -29,7 +30,7 @@ def attempt(
 ) -> tuple[list[dict[str, Any]], str]:
     """Run the steps that no checkpoint has, and return the metrics of all and the digest of the policy."""
     ppo: dict[str, Any] = {**STALE, "staleness": staleness, "minibatches": 2}
-    ppo |= {"engine": {"max_restarts": 0}, "weight_sync": {"canary": canary}}
+    ppo["weight_sync"] = {"canary": canary}
     with finished_ppo(small_config(model, ppo), model, store, work, PPOController) as (controller, rows):
         controller.save_policy(work / "policy")
     return rows, weights_sha256(work / "policy")
@@ -40,6 +41,7 @@ def attempt(
 def test_killed_attempts_give_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, behind: list[int]
 ) -> None:
+    monkeypatch.setattr(fleet, "MAX_RESTARTS", 0)
     model = save_small_model(tmp_path / "model")
     undisturbed = attempt(model, tmp_path / "undisturbed", tmp_path / "whole", staleness)
     assert [row["rollout/staleness"] for row in undisturbed[0]] == behind

@@ -42,7 +42,7 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.s3 import S3Limits
 from rlhf_core.storage.store import Store
-from rlhf_core.system.stopping import EXIT_STOPPED
+from rlhf_core.system.processes import EXIT_STOPPED
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.integration.faulty_proxy import Fault, FaultyProxy, faulty_proxy
 from tests.support.attempts import attempt_with

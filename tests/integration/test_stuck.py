@@ -19,6 +19,7 @@ import pytest
 
 from rlhf_core.errors import WorkerDied, WorkerStuck
 from rlhf_core.ppo.controller import PPOController
+from rlhf_core.ppo.fleet import fleet
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.heartbeat import Monitor
 from tests.chaos.harness import processes
@@ -43,6 +44,7 @@ def _running(model: Path, folder: Path, faults: str, patch: pytest.MonkeyPatch) 
     patch.setenv("RLHF_FAIL", faults)
     patch.setenv("RLHF_FAIL_TRACE", str(trace))
     patch.setenv("DS_ACCELERATOR", "cpu")
+    patch.setattr(fleet, "MAX_RESTARTS", 1)
     config = small_config(
         model,
         {
@@ -52,7 +54,7 @@ def _running(model: Path, folder: Path, faults: str, patch: pytest.MonkeyPatch) 
             "minibatches": 2,
             "colocate": "none",
             "policy_deepspeed": {"ranks": 2, "zero_stage": 3},
-            "engine": {"count": 2, "max_restarts": 1},
+            "engine": {"count": 2},
         },
         timeouts={"stall": STALL, "sync": STALL},
     )

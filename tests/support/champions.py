@@ -13,10 +13,9 @@ from typing import Any
 from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as Registry
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as Tracking
 
-from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.tracking.champion_log import Move, log_of, read_log
 from rlhf_core.tracking.champions import REVOKED, WEIGHTS, move_champion
-from rlhf_core.tracking.gate import Evaluation, Gate, Match
+from rlhf_core.tracking.gate import Evaluation, Gate, Match, log_evidence
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.registry import Candidate, register
 

@@ -21,8 +21,6 @@ def run_attempt(spec, events, stop):
 _INSTALL = """
 module = types.ModuleType('rlhf_core.run.attempt')
 module.run_attempt = run_attempt
-sys.modules[module.__name__] = module
-module = types.ModuleType('rlhf_core.stages.imports')
 module.import_for = import_for
 sys.modules[module.__name__] = module
 """

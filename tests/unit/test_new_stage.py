@@ -58,30 +58,30 @@ from types import SimpleNamespace
 from rlhf_core.config.keys import pipeline_key, stage_key
 from rlhf_core.config.load import load_config
 from rlhf_core.pipeline import STAGES
-from rlhf_core.run.attempt import _params
 from rlhf_core.run.checks import load_and_check
 from rlhf_core.executors.spec import StageRecord, StageSpec
 from rlhf_core.run.summary import results, summarize
 from rlhf_core.types import ArtifactRef
-from rlhf_core.stages import imports
+from rlhf_core.engines import vllm
+from rlhf_core.run import attempt
 
 imported = []
-imports.importlib = SimpleNamespace(import_module=imported.append)
-imports.import_vllm = lambda *args: imported.append("vllm")
-imports.open_tracking = lambda config: SimpleNamespace(warm_up=lambda: None)
+attempt.importlib = SimpleNamespace(import_module=imported.append)
+vllm.import_vllm = lambda *args: imported.append("vllm")
+attempt.open_tracking = lambda config: SimpleNamespace(warm_up=lambda: None)
 path, home = sys.argv[1:]
 overrides = [f"run.home={home}", "red_team.enabled=true", "run.resources.red_team.nodes=3"]
 config = load_and_check(path, overrides).config
-imports.import_for("red_team", config)
+attempt.import_for("red_team", config)
 plain = load_config(path)
 made = StageRecord(ArtifactRef("red_team", "key", "digest", "uri", {"score": 0.5}), 1.0, False)
 summary = summarize({"red_team": made}, 1.0, {})
 print(json.dumps({
-    "file": imports.__file__,
+    "file": attempt.__file__,
     "nodes": config.run.resources.of("red_team").nodes,
     "imported": imported,
     "summary": [summary["red_team"], results(summary)],
-    "parameters": _params(StageSpec("red_team", "key", config)),
+    "parameters": attempt._params(StageSpec("red_team", "key", config)),
     "plain": [pipeline_key(plain, {}), *(stage_key(plain, s, {}, {}) for s in STAGES if s != "red_team")],
     "enabled": pipeline_key(config, {}),
 }))

@@ -38,11 +38,18 @@ from rlhf_core.ops.plan.speed import (
     step_time,
 )
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.checkpoints import checkpoint_sizes
-from rlhf_core.planning.fit import FitVerdict, compare_memory, host_memory
 from rlhf_core.planning.hardware import GIB, Hardware, cpu_hardware, parse_gpus, visible_hardware
-from rlhf_core.planning.loads import PPO, DeviceLoad, training_stages
-from rlhf_core.planning.search import Changes, advise, as_overrides, fastest, with_changes
+from rlhf_core.planning.loads import PPO, DeviceLoad, checkpoint_sizes, training_stages
+from rlhf_core.planning.search import (
+    Changes,
+    FitVerdict,
+    advise,
+    as_overrides,
+    compare_memory,
+    fastest,
+    host_memory,
+    with_changes,
+)
 from rlhf_core.preflight import check
 from rlhf_core.run.references import resolve
 from rlhf_core.run.summary import duration
@@ -385,8 +392,9 @@ def _memory_table(plan: Plan) -> Table:
     from rich.table import Table
 
     device = plan.hardware.device
-    unit, name = (2**20, "MiB") if device.is_cpu else (GIB, "GiB")
-    where = "for each process; the machine" if device.is_cpu else f"on each device; {device.name}"
+    unit, name, where = GIB, "GiB", f"on each device; {device.name}"
+    if device.is_cpu:
+        unit, name, where = 2**20, "MiB", "for each process; the machine"
     table = Table(
         title=f"\n{name} {where} has {device.memory / unit:,.1f}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

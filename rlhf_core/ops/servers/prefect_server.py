@@ -25,11 +25,10 @@ from filelock import FileLock, Timeout
 
 from rlhf_core.errors import InputError, StageFailed
 from rlhf_core.logs import rotate_logs
-from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import SAFE_PATH, free_port, python_module
+from rlhf_core.system.processes import SAFE_PATH, SupervisedProcess, free_port, python_module
 from rlhf_core.system.serving import responds
 
 DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DATABASE_CONNECTION_URL")

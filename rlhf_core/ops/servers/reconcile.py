@@ -52,7 +52,7 @@ PROCESS_LABEL = "rlhf.process"
 WORKER_LABEL = "prefect.worker.name"
 """Set by Prefect's worker on each run that it starts."""
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
-"""Set by Prefect for the process that runs a flow. `executors.environment` removes it for the stages."""
+"""Set by Prefect for the process that runs a flow. `executors.spec` removes it for the stages."""
 MAX_LOSSES = 5
 STABLE_SECONDS = 600.0
 """A run that continued for this time resets the count of losses."""

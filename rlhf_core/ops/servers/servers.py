@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlhf_core.config.redact import credential_problem, printable, shown
 from rlhf_core.errors import InputError, StageFailed
-from rlhf_core.executors.environment import past_proxies
+from rlhf_core.executors.spec import past_proxies
 from rlhf_core.ops.servers.prefect_server import (
     FLOW_SETTINGS,
     external_database_url,

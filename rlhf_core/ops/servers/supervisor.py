@@ -32,7 +32,7 @@ from contextlib import suppress
 
 from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
 from rlhf_core.errors import RLHFError, StageFailed
-from rlhf_core.executors.environment import past_proxies
+from rlhf_core.executors.spec import past_proxies
 from rlhf_core.logs import rotate_logs
 from rlhf_core.ops.servers.prefect_server import (
     DATABASE_VARIABLES,
@@ -50,11 +50,18 @@ from rlhf_core.ops.servers.servers import (
     ServerState,
     flow_processes,
 )
-from rlhf_core.ops.servers.supervised import SupervisedProcess
 from rlhf_core.system.environment import NO_TELEMETRY
 from rlhf_core.system.files import read_json, shipped, write_atomic, write_json
 from rlhf_core.system.home import Home
-from rlhf_core.system.processes import SAFE_PATH, ProcessId, free_port, launch, python_module, stop
+from rlhf_core.system.processes import (
+    SAFE_PATH,
+    ProcessId,
+    SupervisedProcess,
+    free_port,
+    launch,
+    python_module,
+    stop,
+)
 from rlhf_core.system.serving import patch, responds
 
 log = logging.getLogger(__name__)

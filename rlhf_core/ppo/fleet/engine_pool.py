@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+MAX_RESTARTS = 3
+
 
 @dataclass
 class _PoolMember:
@@ -62,6 +64,7 @@ class EnginePool:
             before.
         config: Section `ppo.engine`.
         client: Waits for the engines, and ends those that are lost.
+        restarts: How often in a row an engine that dies or hangs before its first answer is restarted.
     """
 
     def __init__(
@@ -69,8 +72,10 @@ class EnginePool:
         start: Callable[[int, int], RemoteActor[EngineActor]],
         config: EngineConfig,
         client: ActorClient,
+        restarts: int = MAX_RESTARTS,
     ) -> None:
         self._start = start
+        self._restarts = restarts
         self._config = config
         self._client = client
         self._engines = [_PoolMember(index, start(index, 0)) for index in range(config.count)]
@@ -187,7 +192,7 @@ class EnginePool:
         return True
 
     def _can_restart(self, engine: _PoolMember) -> bool:
-        return engine.restarts < self._config.max_restarts
+        return engine.restarts < self._restarts
 
     def _remaining(self) -> list[_PoolMember]:
         """Return the engines that live or can be restarted."""

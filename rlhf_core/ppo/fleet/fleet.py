@@ -25,7 +25,7 @@ from rlhf_core.engines.distributed import lacks_nccl, log_layout
 from rlhf_core.engines.sync.sender import SyncReport
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
-from rlhf_core.ppo.fleet.engine_pool import DeviceTurns, EnginePool
+from rlhf_core.ppo.fleet.engine_pool import MAX_RESTARTS, DeviceTurns, EnginePool
 from rlhf_core.ppo.fleet.placement import (
     Placement,
     actor_environment,
@@ -228,13 +228,14 @@ class Fleet:
         if self._nodes is not None:
             self._nodes.join(self._placement.ranks_by_node())
         engine = self.settings.ppo.engine
+        restarts = MAX_RESTARTS
         if engine.sleep_level:
             # An engine measures the device when it loads, and the trainers have it.
-            engine = engine.model_copy(update={"max_restarts": 0})
+            restarts = 0
         for group in self._plan.groups:
             self._start_group(group)
         # After the ranks, which know their GPUs.
-        self.engines = EnginePool(self._start_engine, engine, self._client)
+        self.engines = EnginePool(self._start_engine, engine, self._client, restarts)
         if self._placement.colocated:
             self.usage()  # returns once all have started: a trainer that waits for the engines is then idle
             # The engines first: while one measures its device, it counts the memory of others as its own.

@@ -135,7 +135,7 @@ class ModelWorker(ListeningActor):
 
     def _load_members(self) -> None:
         """Load the members of an ensemble after the first. Each is a whole model, also with adapters."""
-        from rlhf_core.models.ensemble import load_ensemble, member_folders
+        from rlhf_core.models.scoring import load_ensemble, member_folders
 
         folder = Path(self._folders["reward"])
         self._ensemble = load_ensemble(folder)
@@ -233,8 +233,7 @@ class ModelWorker(ListeningActor):
         """Return the score of each response by the reward model or the judge, normalized by its stored
         statistics. The members of an ensemble score one after the other, and are combined here.
         """
-        from rlhf_core.models.ensemble import combined, deviations
-        from rlhf_core.models.scoring import sequence_scores
+        from rlhf_core.models.scoring import combined, deviations, sequence_scores
 
         fault = failpoint(f"{role}.scores", "nan")
         batches = self._batches(share, chunks)

@@ -53,8 +53,8 @@ class RewardSettings:
     threads: int = 0
     """Limit of the threads that decode; 0: the cores of the actor's host."""
 
-    def composer(self) -> RewardComposer:
-        """Return the composer of the sources."""
+    def new_composer(self) -> RewardComposer:
+        """Start the sources, and return their composer, which the caller closes."""
         return RewardComposer(self.sources, self.digests, score_clip=self.score_clip, replies=self.replies)
 
 
@@ -81,7 +81,7 @@ class RewardActor(Actor):
     def open(self, settings: RewardSettings) -> None:
         """Take the settings."""
         self._settings = settings
-        self._composer = settings.composer()
+        self._composer = settings.new_composer()
 
     @rpc()
     def score(self, part: ResponseRows, *chunks: RolloutColumns) -> RewardBatch:
@@ -210,7 +210,7 @@ def open_rewards(settings: RewardSettings) -> Iterator[Callable[[Fleet], Compose
     if reads_responses and not any(isinstance(source, ExternalReward) for source in settings.sources):
         yield lambda fleet: RewardActors(fleet, settings)
         return
-    with settings.composer() as composer:
+    with settings.new_composer() as composer:
 
         def of_fleet(fleet: Fleet) -> Composer:
             if not reads_responses or len(fleet.nodes) < 2:

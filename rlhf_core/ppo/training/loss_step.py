@@ -32,7 +32,7 @@ from rlhf_core.algo.losses import (
     sft_loss,
     value_loss,
 )
-from rlhf_core.config.constants import Aggregation
+from rlhf_core.config.base import Aggregation
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.ppo_sections import ClippedWeightLoss, PythonLoss, SequenceLoss
 from rlhf_core.engines.deepspeed import TrainingEngine

@@ -29,7 +29,7 @@ from rlhf_core.algo.groups import effective_count
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.ppo.watching.guards import KL, divergence
 from rlhf_core.system.files import write_jsonl
-from rlhf_core.types import finite
+from rlhf_core.types import finite, finite_or_none
 
 OBJECTIVE = "eval/objective"
 INDEPENDENT = ("gold", "judge")
@@ -117,7 +117,7 @@ class Selection:
         self.evaluations[version] = finite(found.metrics)
         columns = self._columns[version] = {}
         for name, values in found.columns.items():
-            columns[name] = [value if math.isfinite(value) else None for value in values]
+            columns[name] = list(map(finite_or_none, values))
         self._compare_with_highest(version, found)
         self._has_diverged |= divergence(self.evaluations, self._ppo.publish_min_agreement) is not None
         if version == 0:

@@ -90,15 +90,17 @@ class StepChecks:
         bad = [name for name in WATCHED if not math.isfinite(metrics.get(name, 0.0))]
         if metrics["rollout/unscored"] == responses:
             bad.append("every score")
-        self._nonfinite = self._nonfinite + 1 if bad else 0
+        if not bad:
+            self._nonfinite = 0
+            return True
+        self._nonfinite += 1
         if self._nonfinite >= _BAD_STEPS:
             raise NonFiniteError(
                 f"ppo steps {step - _BAD_STEPS + 1} to {step} had to be skipped: {', '.join(bad)} not finite;"
                 " see the tables `skipped/` of the run for their samples"
             )
-        if bad:
-            log.warning("step %d is skipped: %s not finite", step, ", ".join(bad))
-        return not bad
+        log.warning("step %d is skipped: %s not finite", step, ", ".join(bad))
+        return False
 
     def verify(self, metrics: dict[str, float], step: int) -> None:
         """Warn of a failing policy and of engines with other weights, or raise an error before they train.
@@ -115,7 +117,9 @@ class StepChecks:
                 f" run{self.best_hint()}"
             )
         limit = self._ppo.kl_limit
-        self._high_kl = self._high_kl + 1 if metrics["objective/kl"] > limit else 0
+        self._high_kl += 1
+        if metrics["objective/kl"] <= limit:
+            self._high_kl = 0
         if self._high_kl >= _BAD_STEPS:
             raise GateFailed(
                 f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="

@@ -29,7 +29,7 @@ from rlhf_core.algo.logprobs import token_entropy, token_logprobs
 from rlhf_core.algo.losses import step_denominator
 from rlhf_core.algo.masking import masked_mean, masked_sum, masked_var, masked_whiten
 from rlhf_core.algo.shaping import overlong_penalty
-from rlhf_core.config.constants import Aggregation
+from rlhf_core.config.base import Aggregation
 
 LAW = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_core.algo.logprobs import _clear_unused, token_entropy, token_logprobs
-from rlhf_core.config.constants import LOSS_CHUNK
+from rlhf_core.config.base import LOSS_CHUNK
 
 B, T, V = 3, 5, 11
 

@@ -32,7 +32,7 @@ from rlhf_core.algo.losses import (
     step_denominator,
     value_loss,
 )
-from rlhf_core.config.constants import Aggregation
+from rlhf_core.config.base import Aggregation
 
 LAW = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)

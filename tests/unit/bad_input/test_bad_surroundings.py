@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli import main as cli
-from rlhf_core.executors.environment import past_proxies
+from rlhf_core.executors.spec import past_proxies
 from tests.support.scripted_machine import ScriptedMachine, on_machine
 from tests.unit.bad_input.bad_inputs import Bad, Command, outside
 

@@ -309,6 +309,15 @@ FIELDS = (
         ("ppo.policy.eps", "is no field of this version", "it is 1e-8; leave it out"),
     ),
     Bad(
+        "pauses and restarts that are fixed now",
+        "run: {retry_delay: 1}\nppo: {engine: {max_restarts: 1}}\n",
+        (
+            "run.retry_delay: is no field of this version",
+            "it is 5 s; leave it out",
+            "ppo.engine.max_restarts",
+        ),
+    ),
+    Bad(
         "an eps that no version had",
         "ppo: {loss: {type: cispo, eps: 0.2}}\n",
         ("ppo.loss.eps", "unknown key"),

@@ -29,7 +29,7 @@ from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InfrastructureError
-from rlhf_core.executors.environment import stage_environment
+from rlhf_core.executors.spec import stage_environment
 from rlhf_core.pipeline import STAGES, stages_between
 from rlhf_core.system.home import Home
 from rlhf_core.testing.cluster import ScriptedCluster, node

@@ -21,7 +21,7 @@ from ray import cloudpickle
 
 from rlhf_core.cluster.mailbox import END, CallReply, ContextServer, LogForwarder, Mailbox, portable
 from rlhf_core.errors import StoreError, UnexpectedError
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.types import AnsweredPrompt, StageContext
 

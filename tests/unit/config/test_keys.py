@@ -68,7 +68,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ({"sft": {"epochs": 7}}, SECTIONS["sft"]),
         ({"reward": {"center": 0.1}}, SECTIONS["reward"]),
         ({"ppo": {"lam": 0.9}}, SECTIONS["ppo"]),
-        ({"ppo": {"checkpoint_every": 3, "engine": {"max_restarts": 0}, "max_kl": 50.0}}, set()),
+        ({"ppo": {"checkpoint_every": 3, "engine": {"min_count": 1}, "max_kl": 50.0}}, set()),
         (
             {
                 "sft": {"micro_batch_tokens": 9},
@@ -78,7 +78,7 @@ def _changed(tree: dict[str, Any]) -> set[str]:
         ),
         ({"ppo": {"policy_deepspeed": {"gradient_checkpointing": True, "ranks": 2, "hpz": 2}}}, set()),
         (
-            {"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1, "backoff": 9.0}]}},
+            {"ppo": {"rewards": [{**SERVICE, "concurrency": 9, "items_per_request": 1}]}},
             set(),
         ),
         ({"ppo": {"rewards": [{**SERVICE, "urls": ["http://other/x"]}]}}, SECTIONS["ppo"]),
@@ -186,7 +186,7 @@ IN_NO_KEY = {
     "evaluate.engines", "evaluate.ranks",
     "benchmark.batch_size", "benchmark.folder",
     *(f"evaluate.language_model.{name}" for name in ("path", "rubric", "api_key_env",
-        "min_agreement", "concurrency", "timeout", "retries", "backoff")),
+        "min_agreement", "concurrency", "timeout", "retries")),
     "ppo.advantages.file",
     "ppo.teacher.path", "ppo.teacher.revision",
     "ppo.check_rewards",
@@ -195,19 +195,19 @@ IN_NO_KEY = {
     "ppo.guards", "ppo.guard_limits", "ppo.guard_patience", "ppo.engine.gpu_memory_utilization",
     "ppo.engine.kv_cache_gib", "ppo.engine.max_num_seqs",
     "ppo.engine.prefix_caching",
-    "ppo.engine.max_restarts", "ppo.engine.min_count",
+    "ppo.engine.min_count",
     "ppo.engine.sleep_level",
     "ppo.weight_sync.bucket_mib", "ppo.weight_sync.canary", "ppo.weight_sync.canary_tolerance",
    
     "ppo.rewards.python.file", "ppo.rewards.python.retries", "ppo.rewards.python.timeout",
     *(f"ppo.rewards.{kind}.{name}" for kind in ("python", "remote", "language_model")
         for name in ("pure", "smoke")),
-    "ppo.rewards.remote.backoff", "ppo.rewards.remote.breaker_failures",
+    "ppo.rewards.remote.breaker_failures",
     "ppo.rewards.remote.breaker_seconds", "ppo.rewards.remote.concurrency",
     "ppo.rewards.remote.items_per_request",
     "ppo.rewards.remote.retries", "ppo.rewards.remote.timeout",
     *(f"ppo.rewards.language_model.{name}" for name in ("rubric", "api_key_env", "max_questions",
-        "min_agreement", "concurrency", "timeout", "retries", "backoff")),
+        "min_agreement", "concurrency", "timeout", "retries")),
 }  # fmt: skip
 """Whatever they are, the result is the same but for rounding, or its content counts in their place.
 Without PPO, the inputs differ.

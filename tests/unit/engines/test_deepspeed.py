@@ -22,11 +22,10 @@ import torch
 from torch import nn
 
 from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConfig
-from rlhf_core.engines.deepspeed import TrainingEngine, _decay_groups
+from rlhf_core.engines.deepspeed import TrainingEngine, WeightAverage, WeightCopy, _decay_groups
 from rlhf_core.engines.sharding import deepspeed_config
-from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
 from rlhf_core.models.saving import WeightStream
-from rlhf_core.planning.checkpoints import bytes_per_parameter
+from rlhf_core.planning.loads import bytes_per_parameter
 
 
 class Averaging:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_core.engines.weight_copy import WeightAverage, WeightCopy
+from rlhf_core.engines.deepspeed import WeightAverage, WeightCopy
 from tests.support.rank_threads import RankThreads
 
 

@@ -14,8 +14,8 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_core.evaluation.calibration import accuracy_by, accuracy_by_length, calibration, length_bias
 from rlhf_core.evaluation.plots import reliability
+from rlhf_core.evaluation.statistics import accuracy_by, accuracy_by_length, calibration, length_bias
 
 
 def _pairs(probability: float, right: int, wrong: int) -> list[tuple[float, float]]:

@@ -23,6 +23,7 @@ from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, DataError, GateFailed, ModelError, RewardError
 from rlhf_core.evaluation.language_model import LanguageModelJudge
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.rewards import chat_service
 from rlhf_core.rewards.questions import AGAIN, FOLDER
 from rlhf_core.stages.gates import check_gate
 from rlhf_core.testing import stage_context
@@ -32,6 +33,11 @@ from rlhf_core.types import PairExample, RewardInput, StageContext
 from tests.support.chat_server import ChatServer, Respond, answers_of, prefer_first, prefer_longer
 
 KEY = "sk-canary-7d1f0c"
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_service, "PAUSE_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -55,7 +61,6 @@ def config_of(folder: Path, url: str | None = None, **settings: Any) -> Pipeline
         settings = {
             "url": url,
             "model": "judge-1",
-            "backoff": 0.01,
         } | settings
     tree = {
         "run": {"device": "cpu", "home": str(folder / "home")},

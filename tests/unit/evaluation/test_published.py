@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.training import LoraConfig
 from rlhf_core.errors import GateFailed, ModelError
-from rlhf_core.evaluation import published
+from rlhf_core.evaluation import during_ppo
+from rlhf_core.evaluation.during_ppo import TrainedPolicy, measure_published
 from rlhf_core.evaluation.policy_files import PolicyFiles, policy_files
-from rlhf_core.evaluation.published import TrainedPolicy, measure_published
 from rlhf_core.evaluation.scoring import ResponseScorer
 from rlhf_core.models.adapters import adapter_name, add_adapter, load_adapter, merged, save_adapter
 from rlhf_core.models.policy import load_policy
@@ -134,7 +134,7 @@ def test_the_merged_policy_is_saved_in_float32_and_is_the_trained_one_there(arti
     merge, apart = (
         scorer.logprobs(files, trained.sequences, 1.0) for files in (PolicyFiles(ppo / "policy"), exact)
     )
-    assert published.mean_gap(merge, apart) < 1e-6
+    assert during_ppo.mean_gap(merge, apart) < 1e-6
 
 
 def test_files_that_are_not_the_trained_policys_fail_the_stage(artifacts: Any) -> None:
@@ -175,7 +175,7 @@ def test_largest_gap_follows_the_precision_the_tolerance_and_the_effect_of_train
     dtype: str, tolerance: float, change: float, allowed: float
 ) -> None:
     config = config_of(dtype, weight_sync={"canary_tolerance": tolerance})
-    assert published._allowed_gap(config, change) == allowed
+    assert during_ppo._allowed_gap(config, change) == allowed
 
 
 def test_empty_responses_are_left_out_and_nothing_but_them_is_named(artifacts: Any) -> None:

@@ -31,10 +31,9 @@ from rlhf_core.config.rewards import (
     PythonReward,
 )
 from rlhf_core.errors import InputError
-from rlhf_core.evaluation.reward_checks import checks, score_card
-from rlhf_core.evaluation.reward_checks.material import Row, literals_of
-from rlhf_core.evaluation.reward_checks.score_card import check_sources
-from rlhf_core.evaluation.reward_checks.views import ASKED_ROWS, Card
+from rlhf_core.evaluation import reward_checks as checks
+from rlhf_core.evaluation.reward_checks import check_sources
+from rlhf_core.evaluation.reward_views import ASKED_ROWS, Card, Row, literals_of
 from rlhf_core.rewards.failures import Outcome, groups_of
 from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput
@@ -63,7 +62,7 @@ def encode(text: str) -> list[int]:
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, call: Call, *sources: AnyReward) -> Card:
-    monkeypatch.setattr(score_card, "_call_of", lambda source, opened: call)
+    monkeypatch.setattr(checks, "_call_of", lambda source, opened: call)
     return check_sources(sources or (PYTHON,), ROWS, encode)
 
 
@@ -155,7 +154,7 @@ def test_what_a_sum_pays_for_is_judged_in_the_sum(monkeypatch: pytest.MonkeyPatc
         score = right if source is PYTHON else partial(evaluate_rule, source)
         return lambda samples: Outcome.of([float(score(sample)) for sample in samples])
 
-    monkeypatch.setattr(score_card, "_call_of", call_of)
+    monkeypatch.setattr(checks, "_call_of", call_of)
     more = KeywordsReward(words=("we",), cap=1000)
     card = check_sources([PYTHON, more], ROWS, encode)
     found = {row.check: row for row in card.findings}
@@ -182,7 +181,7 @@ def test_judges_get_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr(score_card, "_call_of", call_of)
+    monkeypatch.setattr(checks, "_call_of", call_of)
     judge = LanguageModelReward(url="http://a/v1", model="m")
     card = check_sources([judge], ROWS, encode)
     assert len({sample.prompt_id for sample in asked}) == ASKED_ROWS
@@ -230,7 +229,7 @@ def test_values_within_a_group_are_not_compared_across_groups(monkeypatch: pytes
 
 
 def test_without_good_responses_no_check_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_card, "_call_of", lambda source, opened: lambda s: Outcome([0.0] * len(s)))
+    monkeypatch.setattr(checks, "_call_of", lambda source, opened: lambda s: Outcome([0.0] * len(s)))
     card = check_sources([PYTHON], [Row(row.prompt) for row in ROWS], encode)
     assert [row.check for row in card.rows if row.result != "not measured"] == ["fails"]
 

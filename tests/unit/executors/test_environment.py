@@ -11,7 +11,7 @@ import pytest
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.redact import LOG_FORMAT, ScrubbingFormatter
-from rlhf_core.executors.environment import stage_environment
+from rlhf_core.executors.spec import stage_environment
 
 
 def test_stage_has_its_threads_and_no_prefect_variables() -> None:

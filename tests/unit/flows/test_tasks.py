@@ -22,8 +22,8 @@ from flows.tasks import stage_task
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataDrifted, StageFailed
 from rlhf_core.executors.spec import StageRecord
-from rlhf_core.ops.drift.compare import DriftReport, Finding
-from rlhf_core.ops.drift.measures import Drift
+from rlhf_core.ops.drift import DriftReport, Finding
+from rlhf_core.ops.drift_measures import Drift
 from rlhf_core.pipeline import STAGES
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.stage_runner import RetryPolicy
@@ -35,8 +35,7 @@ KILLED = StageFailed("stage sft was killed by SIGKILL")
 
 @pytest.mark.parametrize("retries", [0, 2])
 def test_prefect_follows_the_retry_policy(retries: int) -> None:
-    settings = PipelineConfig.model_validate({"run": {"retries": retries}}).run
-    task = stage_task("sft", settings, RetryPolicy(retries))
+    task = stage_task("sft", RetryPolicy(retries))
     engine: SyncTaskRunEngine[..., Any] = SyncTaskRunEngine(task=task)
     engine.task_run = TaskRun(task_key="sft", dynamic_key="0")
     assert [engine.can_retry(KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2

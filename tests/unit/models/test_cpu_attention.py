@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from rlhf_core.config.constants import SHORT_ATTENTION
+from rlhf_core.config.base import SHORT_ATTENTION
 from rlhf_core.models import attention as module
 from rlhf_core.models.attention import implementation, short_attention
 

@@ -22,16 +22,17 @@ from rlhf_core.config.training import EnsembleConfig
 from rlhf_core.data.tokenizer import train_tokenizer
 from rlhf_core.errors import ConfigError, ModelError
 from rlhf_core.evaluation.scoring import ResponseScorer
-from rlhf_core.models.ensemble import (
+from rlhf_core.models.score import ScoreStatistics, load_score_model
+from rlhf_core.models.scoring import (
     combined,
     deviations,
     load_ensemble,
     member_folder,
     member_folders,
     save_ensemble,
+    sequence_scores,
+    single_process_batches,
 )
-from rlhf_core.models.score import ScoreStatistics, load_score_model
-from rlhf_core.models.scoring import sequence_scores, single_process_batches
 from rlhf_core.rewards.scorer import Scorer
 from rlhf_core.types import RewardInput
 from tests.support.tiny_llama import save_tiny_llama

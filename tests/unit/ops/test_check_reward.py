@@ -19,10 +19,9 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import GateFailed
-from rlhf_core.evaluation.reward_checks.material import rows_of
-from rlhf_core.evaluation.reward_checks.views import Card, Finding
+from rlhf_core.evaluation.reward_views import Card, Finding, rows_of
 from rlhf_core.ops.check_reward import show
-from rlhf_core.stages.reward_checks import check_rewards_of_stage
+from rlhf_core.stages.ppo import check_rewards_of_stage
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.types import PairExample, PromptExample
 from tests.support.data_artifact import TEXTS, data_artifact

@@ -32,12 +32,10 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.models.shape import ModelShape, known_shape
 from rlhf_core.ops.plan.plan import fastest_settings, make_plan
 from rlhf_core.ops.plan.speed import optimizer_step_time, step_time, sync_time
-from rlhf_core.planning.checkpoints import checkpoint_bytes, checkpoint_sizes
-from rlhf_core.planning.fit import compare_memory, room_for_engines
 from rlhf_core.planning.hardware import GIB, Device, Hardware, Network, parse_gpus, parse_link
-from rlhf_core.planning.loads import device_loads
+from rlhf_core.planning.loads import checkpoint_bytes, checkpoint_sizes, device_loads
 from rlhf_core.planning.memory import Model
-from rlhf_core.planning.search import advise, with_changes
+from rlhf_core.planning.search import advise, compare_memory, room_for_engines, with_changes
 
 PRODUCTION = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "production.yaml"
 LINKS = ("1gbit", "10gbit", "100gbit", "400gbit", "2x400gbit", "8x400gbit")

@@ -21,8 +21,8 @@ import pytest
 from rlhf_core.config.data import DriftConfig, Measure
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError
-from rlhf_core.ops.drift.compare import Finding, drift_markdown, findings
-from rlhf_core.ops.drift.measures import (
+from rlhf_core.ops.drift import Finding, drift_markdown, findings
+from rlhf_core.ops.drift_measures import (
     MIN_NEW_ROWS,
     Change,
     DataStatistics,

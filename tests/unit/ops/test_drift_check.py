@@ -27,9 +27,8 @@ from rlhf_core.config.data import DriftConfig
 from rlhf_core.data.dataset import load_pairs, write
 from rlhf_core.errors import CorruptArtifact, GateFailed, StageFailed, StageTimedOut
 from rlhf_core.evaluation.statistics import difference_of_shares
-from rlhf_core.ops.drift.compare import _request, compare_with_champion, findings
-from rlhf_core.ops.drift.measures import Drift
-from rlhf_core.ops.drift.process import DriftRequest, agreement
+from rlhf_core.ops.drift import _request, compare_with_champion, findings
+from rlhf_core.ops.drift_measures import Drift, DriftRequest, agreement
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.storage.artifacts import Provenance
 from rlhf_core.tracking.mlflow_client import ModelVersion

@@ -24,10 +24,9 @@ from rlhf_core.models.folder import base_model_shape
 from rlhf_core.ops.plan.plan import make_plan
 from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.ops.plan.speed import StepTime, optimizer_step_time, step_time
-from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.memory import Model
-from rlhf_core.planning.search import with_changes
+from rlhf_core.planning.search import compare_memory, with_changes
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, MISTRAL_7B, config, eight_b
 from tests.support.scripted_machine import ScriptedMachine, on_machine

@@ -23,14 +23,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from rlhf_cli.rehearse import _show
+from rlhf_cli.before import _show_rehearsal
 from rlhf_core.config.data import Source
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import InputError
-from rlhf_core.ops.rehearse.derive import LONGEST, ROWS, Change, Derivation
-from rlhf_core.ops.rehearse.model import shrink
-from rlhf_core.ops.rehearse.rehearse import Rehearsal, rehearse
+from rlhf_core.ops.rehearse import Rehearsal, rehearse
+from rlhf_core.ops.rehearse_config import LONGEST, ROWS, Change, Derivation, shrink
 from rlhf_core.system.files import CONFIGS
 from tests.benchmarks.rehearsal_faults import FAULTS, SOUND, Base, Case, prepare
 
@@ -204,7 +203,7 @@ def test_a_reward_may_mask_a_few_answers(files: Path, tmp_path: Path) -> None:
 def test_the_first_line_says_whether_it_would_run(problems: list[str], line: str) -> None:
     console = Console(file=io.StringIO(), width=200)
     found = Rehearsal([Change("run.device", "cuda", "cpu", "GPUs")], problems, {"registered": "once"})
-    _show(found, "run.yaml", "would run", console)
+    _show_rehearsal(found, "run.yaml", "would run", console)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert lines[0].startswith(line)

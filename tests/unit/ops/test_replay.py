@@ -261,7 +261,7 @@ def test_the_last_step_of_a_policy_with_an_adapter_is_replayed(tmp_path: Path) -
 def test_the_command_why_compares_runs_or_replays_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_core.executors.environment.stage_environment", lambda _: {})
+    monkeypatch.setattr("rlhf_core.executors.spec.stage_environment", lambda _: {})
     stage = Stage()
     monkeypatch.setattr("rlhf_core.ops.replay.STAGES", {"ppo": SimpleNamespace(load=lambda: stage)})
     for name, coef in (("one", 0.05), ("same", 0.05), ("other", 0.5)):

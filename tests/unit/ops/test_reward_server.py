@@ -34,8 +34,8 @@ from rlhf_core.data.tokenizer import load_decoder, load_tokenizer, train_tokeniz
 from rlhf_core.errors import ConfigError, InputError, ModelError, RewardError
 from rlhf_core.models.score import ScoreStatistics, load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
-from rlhf_core.ops import serve_reward
-from rlhf_core.ops.serve_reward import listen, locate, make_server
+from rlhf_core.ops import serve
+from rlhf_core.ops.serve import listen, locate, make_server
 from rlhf_core.rewards.compose import reward_inputs
 from rlhf_core.rewards.post import TOKEN_VARIABLE
 from rlhf_core.rewards.remote import RemoteService
@@ -348,7 +348,7 @@ def test_a_bad_request_is_its_status(
     start: Start, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str, status: int, words: str
 ) -> None:
     if "bytes" in words:
-        monkeypatch.setattr(serve_reward, "MAX_BYTES", 1000)
+        monkeypatch.setattr(serve, "MAX_BYTES", 1000)
     url = start(Scripted())
     answer = httpx.post(f"{url}/score", content=content, headers={"Content-Type": kind}, trust_env=False)
     assert (answer.status_code, words in answer.json()["error"]) == (status, True)

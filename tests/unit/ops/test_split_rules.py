@@ -20,10 +20,9 @@ from rlhf_core.config.placement import plan
 from rlhf_core.models.shape import ModelShape, known_shape
 from rlhf_core.ops.plan.plan import fastest_settings
 from rlhf_core.ops.plan.speed import group_time
-from rlhf_core.planning.fit import compare_memory, room_for_engines
 from rlhf_core.planning.hardware import Hardware, parse_gpus
 from rlhf_core.planning.loads import device_loads
-from rlhf_core.planning.search import Changes, advise, with_changes
+from rlhf_core.planning.search import Changes, advise, compare_memory, room_for_engines, with_changes
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 RULES_ALONE = {"algorithm": "reinforce_pp", "rewards": [{"type": "repetition"}]}

@@ -23,9 +23,16 @@ from filelock import FileLock
 
 from rlhf_cli import main as cli
 from rlhf_core.errors import InputError
-from rlhf_core.ops.prune import DAY, Pruning, parse_kinds
+from rlhf_core.ops.prune import (
+    DAY,
+    Pruning,
+    parse_kinds,
+    remove_from_home,
+    remove_from_mlflow,
+    traces_of_home,
+    traces_of_mlflow,
+)
 from rlhf_core.ops.retention import KINDS, Reason, Trace
-from rlhf_core.ops.traces import remove_from_home, remove_from_mlflow, traces_of_home, traces_of_mlflow
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.mlflow_client import Mlflow

@@ -26,11 +26,10 @@ from rlhf_core.models.folder import base_model_shape
 from rlhf_core.ops.plan.speed import optimizer_step_time
 from rlhf_core.pipeline import stages_between
 from rlhf_core.planning.check import check_memory
-from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.memory import Model, engine_memory
-from rlhf_core.planning.search import advise
+from rlhf_core.planning.search import advise, compare_memory
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, config, eight_b, peak
 from tests.support.scripted_machine import ScriptedMachine, on_machine

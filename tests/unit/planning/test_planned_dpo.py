@@ -9,10 +9,9 @@ from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.plan import fastest_settings
 from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.planning.check import check_gpu_counts
-from rlhf_core.planning.checkpoints import checkpoint_sizes
-from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
-from rlhf_core.planning.search import with_changes
+from rlhf_core.planning.loads import checkpoint_sizes
+from rlhf_core.planning.search import compare_memory, with_changes
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 HARDWARE = parse_gpus("2xA100-40G")

@@ -9,9 +9,8 @@ from rlhf_core.config.placement import plan
 from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.ops.plan.speed import group_time
-from rlhf_core.planning.checkpoints import checkpoint_sizes
 from rlhf_core.planning.hardware import parse_gpus
-from rlhf_core.planning.loads import group_loads, ppo_models
+from rlhf_core.planning.loads import checkpoint_sizes, group_loads, ppo_models
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 HARDWARE = parse_gpus("8xH100-80G")

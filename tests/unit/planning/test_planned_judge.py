@@ -17,9 +17,8 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.shape import ModelShape, known_shape
-from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus
-from rlhf_core.planning.search import advise
+from rlhf_core.planning.search import advise, compare_memory
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 
 SHAPES = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "shapes"

@@ -22,8 +22,8 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.rewards import LanguageModelReward
 from rlhf_core.errors import ConfigError, RewardError
-from rlhf_core.rewards.comparisons import ranking_of, scores_of
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
+from rlhf_core.rewards.language_model import ranking_of, scores_of
 from rlhf_core.types import RewardInput
 from tests.support.chat_server import ChatServer, answers_of, listed_answers, prefer_first, prefer_longer
 
@@ -31,7 +31,7 @@ NAME = "language_model"
 
 
 def source(url: str, **fields: Any) -> LanguageModelReward:
-    quick = {"model": "m", "backoff": 0.001, "retries": 0, "compare": "pairs", "max_tokens": 64}
+    quick = {"model": "m", "retries": 0, "compare": "pairs", "max_tokens": 64}
     return LanguageModelReward(url=url, **{**quick, **fields})
 
 

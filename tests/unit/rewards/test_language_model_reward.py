@@ -25,6 +25,7 @@ import pytest
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.rewards import LanguageModelReward, WellFormedReward
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards import chat_service
 from rlhf_core.rewards.chat_service import ModelReply, Replies
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
@@ -33,8 +34,13 @@ from rlhf_core.types import RewardInput
 from tests.support.chat_server import ChatServer
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_service, "PAUSE_SECONDS", 0.01)
+
+
 def source(server: ChatServer, **fields: Any) -> LanguageModelReward:
-    quick = {"model": "m", "backoff": 0.001, "retries": 1}
+    quick = {"model": "m", "retries": 1}
     return LanguageModelReward(url=server.url, **{**quick, **fields})
 
 

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.rewards import ChatServiceConfig, RemoteReward
 from rlhf_core.errors import ConfigError, RewardError
+from rlhf_core.rewards import remote
 from rlhf_core.rewards.chat_service import ask_service
 from rlhf_core.rewards.check import check_rewards
 from rlhf_core.rewards.failures import Failure, Outcome
@@ -39,6 +40,11 @@ from rlhf_core.rewards.remote import RemoteService, read_answer
 from rlhf_core.types import RewardInput
 
 Answer = Callable[["Handler", list[dict[str, Any]]], None]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
 
 
 class Service(ThreadingHTTPServer):
@@ -149,7 +155,6 @@ def ask(services: Sequence[Service | str], samples: Sequence[RewardInput], **fie
     urls = tuple(service if isinstance(service, str) else service.url for service in services)
     quick = {
         "timeout": 10.0,
-        "backoff": 0.01,
         "breaker_seconds": 0.05,
         "retries": 2,
     }

@@ -26,7 +26,7 @@ from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.shape import shape_from_config, tiny_shape
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.checkpoints import checkpoint_bytes
+from rlhf_core.planning.loads import checkpoint_bytes
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.tracker import open_tracking

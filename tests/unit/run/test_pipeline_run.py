@@ -112,7 +112,7 @@ def test_learning_rate_of_ppo_changes_keys_of_ppo_and_of_what_measures_it(
 
 def test_another_timeout_or_retry_count_changes_no_key(tmp_path: Path) -> None:
     run = {"retries": 7, "threads": 1, "timeouts": {"stall": 5.0}}
-    other: dict[str, Any] = {"run": run, "ppo": {"engine": {"max_restarts": 0}, "checkpoint_every": 3}}
+    other: dict[str, Any] = {"run": run, "ppo": {"engine": {"min_count": 1}, "checkpoint_every": 3}}
     assert keys(pipeline(tmp_path)) == keys(pipeline(tmp_path, **other))
     assert pipeline(tmp_path).key == pipeline(tmp_path / "elsewhere", **other).key
 

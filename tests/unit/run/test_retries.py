@@ -21,6 +21,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import stage_inputs
 from rlhf_core.errors import BudgetSpent, OutOfMemory, RLHFError, StageFailed, StageTimedOut
 from rlhf_core.pipeline import StageName
+from rlhf_core.run import stage_runner
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.stage_runner import (
     NEVER_RETRIED,
@@ -96,8 +97,8 @@ def test_failed_attempts_are_repeated_after_a_growing_delay() -> None:
             raise outcome
         return outcome
 
-    assert retry_with(RetryPolicy(7), 2.0).copy(sleep=delays.append)(attempt) == "made"
-    assert delays == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
+    assert retry_with(RetryPolicy(7)).copy(sleep=delays.append)(attempt) == "made"
+    assert delays == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 160.0]
 
 
 class Stages:
@@ -107,6 +108,7 @@ class Stages:
         self._folder = folder
         self._database = database
         self._patch = patch
+        patch.setattr(stage_runner, "RETRY_DELAYS", (0.1,))
 
     def run(self, body: str, **settings: Any) -> PipelineRun:
         """Return a run whose stages execute `body`."""
@@ -139,14 +141,14 @@ return REF
 
 
 def test_a_failed_stage_is_made_by_the_next_attempt(stages: Stages, tmp_path: Path) -> None:
-    run = stages.run(FAILS_ONCE, retries=1, retry_delay=0.1)
+    run = stages.run(FAILS_ONCE, retries=1)
     assert run_with_retries(run, "data").ref.uri == "/store/x"
     assert (tmp_path / "tries").read_text() == "xx"
     assert [file.name for file in sorted(run.logs.glob("*.log"))] == ["data-01.log", "data-02.log"]
 
 
 def test_the_last_failure_is_raised(stages: Stages) -> None:
-    run = stages.run(FAILS, retries=1, retry_delay=0.1)
+    run = stages.run(FAILS, retries=1)
     with pytest.raises(StageFailed, match="rank 1 died"):
         run_with_retries(run, "data")
     assert len(list(run.logs.glob("*.log"))) == 2

@@ -29,8 +29,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.redact import HIDDEN, ScrubbingFormatter, has_credentials, is_secret, scrubbed, shown
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.executors.child import run_child
-from rlhf_core.executors.environment import stage_environment
-from rlhf_core.executors.spec import StageSpec
+from rlhf_core.executors.spec import StageSpec, stage_environment
 from rlhf_core.logs import set_up_logging
 from rlhf_core.preflight import check_addresses
 from rlhf_core.system.home import Home

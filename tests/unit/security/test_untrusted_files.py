@@ -278,7 +278,7 @@ def test_no_auto_class_trusts_remote_code() -> None:
 
 def test_a_stage_does_not_unpickle_with_any_environment() -> None:
     from rlhf_core.config import PipelineConfig
-    from rlhf_core.executors.environment import stage_environment
+    from rlhf_core.executors.spec import stage_environment
 
     environment = stage_environment(PipelineConfig(), {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "0"})
     assert environment["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"

@@ -29,10 +29,9 @@ from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_gpu_counts
-from rlhf_core.planning.checkpoints import checkpoint_sizes
-from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
-from rlhf_core.planning.search import advise
+from rlhf_core.planning.loads import checkpoint_sizes
+from rlhf_core.planning.search import advise, compare_memory
 from rlhf_core.preflight import check
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.run.summary import headline, results, summarize

@@ -29,10 +29,10 @@ from rlhf_core.engines import checkpointing
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.errors import ConfigError, GateFailed
 from rlhf_core.models.batching import TokenBatch
-from rlhf_core.models.ensemble import load_ensemble, member_folder
+from rlhf_core.models.scoring import load_ensemble, member_folder
 from rlhf_core.stages import reward
 from rlhf_core.stages.gates import check_gate
-from rlhf_core.stages.members import Member, train_members
+from rlhf_core.stages.reward import Member, train_members
 from rlhf_core.stages.training import Folders
 from rlhf_core.system.heartbeat import Monitor, current_activity, register, unregister
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.match import MatchResult
 from rlhf_core.evaluation.statistics import Comparison, Interval
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.stages.register import match_record
-from rlhf_core.tracking.gate import Evaluation, Gate, Match, decide
+from rlhf_core.tracking.gate import Evaluation, Gate, Match, decide, log_evidence
 from rlhf_core.types import PromptExample, RewardInput
 from tests.support.evaluation_config import config_of
 

@@ -48,7 +48,7 @@ def context_of(folder: Path, *sources: str) -> StageContext:
 
 
 def config_of(folder: Path, url: str, **settings: Any) -> PipelineConfig:
-    server = {"url": url, "model": "grader-1", "retries": 0, "backoff": 0.01}
+    server = {"url": url, "model": "grader-1", "retries": 0}
     tree = {
         "run": {"device": "cpu", "home": str(folder / "home")},
         "ppo": {

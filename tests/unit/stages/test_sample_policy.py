@@ -161,7 +161,7 @@ def test_a_language_model_that_scores_is_measured_unless_ppo_has_measured_it(
         return "3" if "longer" in question else "9"
 
     with ChatServer(shorter_is_better) as server:
-        grader = {"type": "language_model", "url": server.url, "model": "grader-1", "backoff": 0.01}
+        grader = {"type": "language_model", "url": server.url, "model": "grader-1"}
         rewards = [{**grader, "retries": 0}]
         config = config_of(policy, tmp_path, ppo={"rewards": rewards})
         context = context_of(config, tmp_path)

@@ -135,7 +135,7 @@ def test_code_that_cannot_change_numbers_does_not_change_the_digest(sources: Pat
     "file",
     [
         "algo/kl.py", "cluster/ranks.py", "config/training.py", "data/examples.py", "engines/deepspeed.py",
-        "engines/sync/wire.py", "evaluation/published.py", "models/score.py", "ppo/training/experience.py",
+        "engines/sync/wire.py", "evaluation/during_ppo.py", "models/score.py", "ppo/training/experience.py",
         "rewards/rules.py", "seeds.py", "stages/sft.py", "system/environment.py", "types.py",
     ],
 )  # fmt: skip

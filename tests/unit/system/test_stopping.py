@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from rlhf_core.system.stopping import StopRequest
+from rlhf_core.system.processes import StopRequest
 
 
 def test_a_stop_request_ends_the_process_only_before_the_training() -> None:

@@ -23,9 +23,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.evaluation.evidence import log_evidence
 from rlhf_core.evaluation.statistics import Verdicts
-from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide
+from rlhf_core.tracking.gate import Decision, Evaluation, Gate, Match, NoMatch, decide, log_evidence
 
 GATE = Gate(0.5)
 LEVEL = 0.0025

@@ -16,14 +16,13 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import CorruptArtifact, RLHFError
-from rlhf_core.evaluation.evidence import YEAR, log_evidence
 from rlhf_core.pipeline import StageName
 from rlhf_core.stages import register as register_stage
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.testing import stage_context
 from rlhf_core.tracking import champions
 from rlhf_core.tracking.champion_log import ENTRY, PromotionTest, append, log_of, read_log
-from rlhf_core.tracking.gate import Evaluation, Gate, Match, NoMatch
+from rlhf_core.tracking.gate import YEAR, Evaluation, Gate, Match, NoMatch, log_evidence
 from rlhf_core.tracking.mlflow_client import Mlflow
 from rlhf_core.tracking.registry import Candidate, register
 from rlhf_core.types import ArtifactRef, Lineage, StageContext

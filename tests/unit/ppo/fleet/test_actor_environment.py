@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import PlacementPlan, plan
-from rlhf_core.executors.environment import stage_environment
+from rlhf_core.executors.spec import stage_environment
 from rlhf_core.ppo.fleet.placement import actor_environment, environment_option
 
 

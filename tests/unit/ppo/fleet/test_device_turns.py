@@ -35,8 +35,8 @@ from rlhf_core.evaluation.during_ppo import HeldOutEvaluation
 from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.plan import fastest_settings
 from rlhf_core.ops.plan.speed import step_time
-from rlhf_core.planning.fit import compare_memory
 from rlhf_core.planning.hardware import parse_gpus
+from rlhf_core.planning.search import compare_memory
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.fleet import Fleet

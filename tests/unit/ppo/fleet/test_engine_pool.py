@@ -90,8 +90,8 @@ class _Script:
         return local_actor(_Engine(index, self), self.client.objects)
 
     def pool(self, count: int, *, min_count: int = 1, max_restarts: int = 3) -> EnginePool:
-        config = EngineConfig(count=count, min_count=min_count, max_restarts=max_restarts)
-        return EnginePool(self.start, config, self.client)
+        config = EngineConfig(count=count, min_count=min_count)
+        return EnginePool(self.start, config, self.client, max_restarts)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import random
 import numpy as np
 import pytest
 
-from rlhf_core.evaluation.evidence import BETS, YEAR, Spent, log_evidence, next_level
+from rlhf_core.tracking.gate import BETS, YEAR, Spent, log_evidence, next_level
 from tests.benchmarks import promotion
 
 

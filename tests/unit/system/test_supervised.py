@@ -14,8 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_core.ops.servers.supervised import SupervisedProcess
-from rlhf_core.system.processes import ProcessId, free_port, wait_gone
+from rlhf_core.system.processes import ProcessId, SupervisedProcess, free_port, wait_gone
 
 
 def process_of(command: Sequence[str], folder: Path, port: int | None = None) -> SupervisedProcess:

@@ -16,13 +16,13 @@ import pytest
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.dataset import write
-from rlhf_core.evaluation.chosen_answers import (
+from rlhf_core.evaluation.summary import Intervals, interval_metrics
+from rlhf_core.stages.evaluate import (
     by_score,
     compare_with_chosen,
     load_chosen,
     prompts_to_answer,
 )
-from rlhf_core.evaluation.summary import Intervals, interval_metrics
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 
 TEXTS = [f"Tell me about a small {subject} in the garden." for subject in ("fox", "cat", "dog", "bear")]

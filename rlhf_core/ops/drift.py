@@ -1,7 +1,7 @@
 """Compares the data of a run with those of the champion, before anything is trained on them.
 
 The champion is the version of the registered model with that alias. A process of its own measures
-(`process.py`); this module finds the artifacts and writes the page: `drift.md` in the run's folder and
+(`drift_measures.py`); this module finds the artifacts and writes the page: `drift.md` in the run's folder and
 among the artifacts of its MLflow run.
 """
 
@@ -22,9 +22,8 @@ from rlhf_core.data.card import markdown_cell
 from rlhf_core.data.tokenizer import tokenizer_digest
 from rlhf_core.errors import CorruptArtifact, DataDrifted, GateFailed, StageFailed, StageTimedOut
 from rlhf_core.executors.child import log_excerpt
-from rlhf_core.executors.environment import stage_environment
-from rlhf_core.ops.drift.measures import MIN_NEW_ROWS, Drift, from_json
-from rlhf_core.ops.drift.process import DriftRequest
+from rlhf_core.executors.spec import stage_environment
+from rlhf_core.ops.drift_measures import MIN_NEW_ROWS, Drift, DriftRequest, from_json
 from rlhf_core.run.pipeline_run import PipelineRun
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.processes import launch, python_module
@@ -229,7 +228,7 @@ def _measure(run: PipelineRun, request: DriftRequest) -> None:
     log_file, file = run.logs / "drift.log", run.logs / MEASURES
     request.write(file)
     process = launch(
-        [*python_module("rlhf_core.ops.drift.process"), str(file)],
+        [*python_module("rlhf_core.ops.drift_measures"), str(file)],
         stage_environment(run.config),
         log_file=log_file,
         parent_death_signal=signal.SIGKILL,
