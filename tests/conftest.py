@@ -93,10 +93,10 @@ def new_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3_server() -> Iterator[S3Server]:
     """A real S3-compatible server on loopback, with one bucket; child processes reach it through the
-    environment.
+    environment, which the tests of other files do not have.
     """
     import boto3
     from moto.server import ThreadedMotoServer
