@@ -55,6 +55,12 @@ def searched_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the search for faster settings, for tests of what is said about the given ones."""
+    monkeypatch.setattr(plans, "fastest_settings", lambda *_: {})
+
+
 # -- batches --
 
 
@@ -292,7 +298,8 @@ def test_large_changes_are_found_where_no_small_change_makes_it_fit() -> None:
 def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["plan", str(CONFIGS / "demo.yaml"), "ppo.kl.estimator=k3"]
+    rows = "data.synthetic={sft_examples: 100, pairs: 100, prompts: 100}"
+    command = ["plan", str(CONFIGS / "demo.yaml"), rows, "ppo.kl.estimator=k3"]
     main(command)
     assert capsys.readouterr().out.startswith("warning: ppo.kl.estimator: k3 in the reward")
     main([*command, "--json"])
@@ -344,6 +351,7 @@ def test_on_the_cpu_the_demo_is_judged_by_the_memory_of_the_machine(
     assert "MiB for each process" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("nothing_is_searched")
 def test_memory_is_shown_by_process_only_if_it_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(CONFIGS / "production.yaml"), "--model-config", str(LLAMA_8B), "--gpus"]
     assert main([*command, "8xH200-141G"]) == 0
@@ -355,6 +363,7 @@ def test_memory_is_shown_by_process_only_if_it_is_tight(capsys: pytest.CaptureFi
     assert "GiB on each device" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("nothing_is_searched")
 def test_a_source_that_is_not_on_this_machine_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH200-141G"]
     assert main([*command, "--model-config", str(LLAMA_8B), "--json"]) == 0
@@ -387,6 +396,7 @@ SIX_CARDS = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("nothing_is_searched")
 @pytest.mark.parametrize(
     ("half", "changes", "gib", "fits"),
     [
