@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 from urllib.parse import urlencode
 
@@ -24,6 +24,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 from tokenizers.decoders import DecodeStream
 
+from rlhf_core.config.redact import without_secret_values
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.ops.finished_run import Kind
@@ -448,6 +449,10 @@ def tokens_of(row: Mapping[str, Any], tokenizer: Any) -> Tokens:
     """Return the tokens of a response, from its row of the record and the tokenizer of its policy."""
     stream = DecodeStream(skip_special_tokens=False)
     pieces = [stream.step(tokenizer, token) or "" for token in row["response_ids"]]
+    # A secret has several tokens.
+    [shown] = without_secret_values(["".join(pieces)], same_length=True)
+    ends = accumulate(map(len, pieces))
+    pieces = [shown[end - len(piece) : end] for piece, end in zip(pieces, ends, strict=True)]
     measures = []
     old, ref = row.get("old_logprobs"), row.get("ref_logprobs")
     if (logprobs := old or row.get("rollout_logprobs")) is not None:

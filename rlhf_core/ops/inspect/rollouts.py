@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.ppo_sections import ClippedWeightLoss, SequenceLoss
+from rlhf_core.config.redact import without_secret_values
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import STAGE_OF_KIND, FinishedRun, Kind
 from rlhf_core.ops.first_difference import Recording
@@ -357,10 +358,11 @@ class Rollouts:
         return rows
 
     def decode(self, run: int, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """Return texts without special tokens."""
+        """Return texts without special tokens and without secrets that this process knows."""
         # Unlike `decode`, it releases Python's lock.
-        texts: list[str] = self.tokenizers[run].decode_batch(list(tokens), skip_special_tokens=True)
-        return texts
+        return without_secret_values(
+            self.tokenizers[run].decode_batch(list(tokens), skip_special_tokens=True)
+        )
 
     def tokens(self, keys: Iterable[Key], columns: Collection[str] = ("*",)) -> dict[Key, Row]:
         """Return columns of the record, by default all of them, for some responses."""

@@ -2,6 +2,7 @@
 
 - every page answers only with the token, to a loopback host, and without scripts
 - responses are escaped, and invisible characters are replaced
+- a secret of the environment is shown on no page and found by no search
 - filters, orders and searches choose the right responses; a column that does not exist is refused, and so
   are numbers that no record has
 - the guards that a step raised, and the share of clipped tokens, are columns and filters; a record without
@@ -174,6 +175,27 @@ def test_a_hostile_response_is_shown_as_text(client: TestClient) -> None:
     shown = client.get("/secret/ppo/responses", params={"text": "<script>"}).text
     assert "1 to 2 of 2" in shown
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; \N{REPLACEMENT CHARACTER} gnp.exe" in shown
+
+
+def test_a_secret_that_the_process_knows_is_shown_nowhere(
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [RecordedRun("one", record)]
+    shown = []
+    for place, value in enumerate(("", PHRASE)):
+        monkeypatch.setenv("MY_TOKEN", value)
+        (folder := tmp_path / str(place)).mkdir()
+        rollouts = Rollouts(runs, folder)
+        rollouts.decode_all(threading.Event())
+        export(runs[0], 4, file := folder / "step.html")
+        pages = Pages(rollouts, "")
+        found = [pages.responses({}), pages.response({"of": "0,4,0"}), pages.phrases({}), file.read_text()]
+        texts = [re.sub("<[^>]*>", "", each) for each in found]
+        shown.append([PHRASE in each for each in texts])
+        assert ("3 of 3" in pages.responses({"text": PHRASE})) == (not value)
+        if value:
+            assert "kind (hidden)" in texts[0] and "*" * len(PHRASE) in texts[1]
+    assert shown == [[True] * 4, [False] * 4]
 
 
 def test_filters_and_orders_choose_responses(both: Rollouts) -> None:
