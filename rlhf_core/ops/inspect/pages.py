@@ -38,7 +38,7 @@ _SAMPLE = 1000
 """Responses of each group whose phrases are counted."""
 _EDGE = 10
 """The first and the last of this many equal parts of the steps are compared."""
-_FILTER = ("min:", "max:", "run", "prompt", "source", "excluded", "guard", "model", "text")
+_FILTER = ("min:", "max:", "run", "prompt", "source", "excluded", "guard", "model", "label", "person", "text")
 """Begin the names of parameters of a filter."""
 _ANSWERS = {"responses": "Answers", "scores": "One score against another"}
 _ROLLOUTS = {"steps": "Steps", "responses": "Responses", "phrases": "Phrases", "scores": _ANSWERS["scores"]}
@@ -98,6 +98,11 @@ class Pages:
         keys = [_key(query.get(name, "")) for name in ("of", "beside") if name == "of" or query.get(name)]
         responses = self._opened(keys)
         return self._render("response", query, responses=responses, measures=_measures(responses))
+
+    def label(self, form: Mapping[str, str]) -> None:
+        """Keep the label and the note of a form. Raises InputError as `Rollouts.label`."""
+        said = [form.get(name, "").strip() for name in ("by", "label", "note")]
+        self.rollouts.label(_key(form.get("response", "")), *said)
 
     def phrases(self, query: Mapping[str, str]) -> str:
         """Return the phrases that became more frequent.
@@ -193,7 +198,7 @@ class Pages:
 
     def _opened(self, keys: Sequence[Key]) -> list[Row]:
         """Return responses with their texts and tokens."""
-        found = self.rollouts.tokens(key for key in keys if key.run < len(self.rollouts.runs))
+        found = self.rollouts.tokens(keys)
         responses = []
         for key in keys:
             if key not in found:
@@ -202,7 +207,8 @@ class Pages:
             [prompt] = self.rollouts.decode(key.run, [row["prompt_ids"]])
             fields = {name: value for name, value in row.items() if not isinstance(value, list)}
             tokens = tokens_of(row, self.rollouts.tokenizers[key.run])
-            responses.append({"key": key, "prompt": prompt, "fields": fields, "tokens": tokens})
+            about = {"prompt": prompt, "fields": fields, "tokens": tokens, "labels": row["labels"]}
+            responses.append({"key": key, **about})
         return responses
 
     def _render(self, page: str, query: Mapping[str, str], **values: Any) -> str:

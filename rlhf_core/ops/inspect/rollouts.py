@@ -2,6 +2,7 @@
 
     Parquet parts --> `rollouts`  one row for each response: what has one value, length, gap, annotations
                   --> `texts`     decoded responses to search in, filled by a thread (`decode_all`)
+    annotations   --> `labels`    the texts of those that have some
 
 Tokens and what has a value for each token stay in the parts and are read when a response is shown. The
 database is a file in a temporary folder. After it is filled it can read the parts and no other file, and none
@@ -23,6 +24,7 @@ from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from rlhf_core.config.ppo import PPOConfig
@@ -32,9 +34,11 @@ from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import STAGE_OF_KIND, FinishedRun, Kind
 from rlhf_core.ops.first_difference import Recording
 from rlhf_core.ppo.watching.guards import raised_guards
-from rlhf_core.record.annotations import annotations_of
+from rlhf_core.record.annotations import LABELS, annotations_of, label_response
 from rlhf_core.record.reader import RECORD, parts_of
 from rlhf_core.record.schema import REWARD, WEIGHTED
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef
 
 ANNOTATION = "annotation/"
 """Begins the name of the column with the scores of an annotation."""
@@ -97,6 +101,8 @@ class RecordedRun:
     """None: the policy's loss has none that is known."""
     tokenizer: Path | None = None
     """`tokenizer.json` of its tokens; None: that of `policy` in the folder."""
+    artifact: tuple[ArtifactStore, ArtifactRef] | None = None
+    """Where labels are kept; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,10 @@ class Filter:
     model: str = ""
     """What answered, in kinds with several models."""
     prompt_set: str = ""
+    label: str = ""
+    """A label that a response has, or `any`."""
+    person: str = ""
+    """Name of the annotation with a label."""
     text: str = ""
     """Part of the response. Upper and lower case are alike, and so is white space of any length."""
 
@@ -130,7 +140,7 @@ class Filter:
         for name in bounded(query, numbers):
             limits[name] = _number(query, f"min:{name}"), _number(query, f"max:{name}")
         run = query.get("run")
-        names = ("prompt", "source", "excluded", "guard", "model", "prompt_set", "text")
+        names = ("prompt", "source", "excluded", "guard", "model", "prompt_set", "label", "person", "text")
         others = {name: query.get(name, "") for name in names}
         return cls(limits, whole("run", run) if run else None, **others)
 
@@ -165,13 +175,19 @@ class Filter:
         elif self.guard:
             parts.append("list_contains(raised, ?)")
             values.append(self.guard)
+        if self.label or self.person:
+            parts.append(_exists("labels", "? IN ('', 'any', other.label) AND ? IN ('', other.person)"))
+            values += [self.label, self.person]
         if self.text:
-            parts.append(
-                'EXISTS (FROM texts t WHERE (t.run, t.step, t."index") = (rollouts.run, rollouts.step,'
-                ' rollouts."index") AND contains(t.text, ?))'
-            )
+            parts.append(_exists("texts", "contains(other.text, ?)"))
             values.append(_searched(self.text))
         return " AND ".join(parts), values
+
+
+def _exists(table: str, condition: str) -> str:
+    """Return the SQL of whether another table has a row of the same response that meets a condition."""
+    same = '(other.run, other.step, other."index") = (rollouts.run, rollouts.step, rollouts."index")'
+    return f"EXISTS (FROM {table} other WHERE {same} AND {condition})"
 
 
 def whole(name: str, text: str) -> int:
@@ -231,9 +247,16 @@ class Rollouts:
             selects.append(select)
             values += parameters
         self._database.execute(f"CREATE TABLE rollouts AS {' UNION ALL BY NAME '.join(selects)}", values)
-        self._database.execute(
-            'CREATE TABLE texts (run INTEGER, step INTEGER, "index" INTEGER, text VARCHAR)'
-        )
+        place = 'run INTEGER, step INTEGER, "index" INTEGER'
+        self._database.execute(f"CREATE TABLE texts ({place}, text VARCHAR)")
+        self._database.execute(f"CREATE TABLE labels ({place}, person VARCHAR, label VARCHAR, note VARCHAR)")
+        self._labelling = threading.Lock()
+        self.person = ""
+        """Who labelled a response last."""
+        for number, run in enumerate(runs):
+            for name, file in run.annotations.items():
+                if set(LABELS.names) <= set(pq.read_schema(file).names):
+                    self._read_labels(number, name, file)
         every = list(map(str, chain.from_iterable(self._parts)))
         self._database.execute("SET allowed_paths = ?", [every])
         self._database.execute("SET enable_external_access = false")
@@ -243,7 +266,7 @@ class Rollouts:
         self.count, self.first_step, self.last_step = self.one(
             "SELECT count(*), min(step), max(step) FROM rollouts"
         )
-        self.choices = {name: self._distinct(name) for name in ("source", "model", "prompt_set")}
+        self.choices = {name: self.distinct(name) for name in ("source", "model", "prompt_set")}
         """Values of these columns."""
         self.guards = sorted({name for run in runs for names in run.guards.values() for name in names})
         """Names of the guards that any step raised."""
@@ -255,8 +278,9 @@ class Rollouts:
         """Whether a run has a clip range and no log-probabilities after the update (`record.level`)."""
         return CLIPPED not in self.numbers and any(run.clip for run in self.runs)
 
-    def _distinct(self, name: str) -> list[str]:
-        rows = self.rows(f"SELECT DISTINCT {name} AS v FROM rollouts WHERE {name} IS NOT NULL ORDER BY v")
+    def distinct(self, name: str, table: str = "rollouts") -> list[str]:
+        """Return the texts in a column that are not empty."""
+        rows = self.rows(f"SELECT DISTINCT {name} AS v FROM {table} WHERE {name} <> '' ORDER BY v")
         return [str(row["v"]) for row in rows]
 
     @property
@@ -299,6 +323,27 @@ class Rollouts:
             )
             files.append(str(file))
         return f"SELECT {', '.join(shown)} FROM {_PARTS} record {' '.join(joins)}", [*values, parts, *files]
+
+    def _read_labels(self, number: int, person: str, file: Path) -> None:
+        """Take the labels of an annotation, in place of what was read before."""
+        cursor = self._database.cursor()
+        cursor.register("given", pq.read_table(file))
+        cursor.execute("DELETE FROM labels WHERE run = ? AND person = ?", [number, person])
+        cursor.execute(
+            'INSERT INTO labels SELECT ?, step, "index", ?, label, note FROM given', [number, person]
+        )
+
+    def label(self, key: Key, person: str, label: str, note: str) -> None:
+        """Keep what a person says about a response, in place of what it was before (`label_response`).
+
+        Raises InputError if there is no such response, or if the name cannot be used.
+        """
+        if key not in self.tokens([key], ["kind"]) or (artifact := self.runs[key.run].artifact) is None:
+            raise InputError(f"there is no response {key.index} of step {key.step} in a store")
+        said = {"kind": self.kind, "step": key.step, "index": key.index, "label": label, "note": note}
+        with self._labelling:
+            self._read_labels(key.run, person, label_response(*artifact, person, said))
+            self.person = person
 
     def _numbers(self) -> list[str]:
         columns = self._database.execute("DESCRIBE rollouts").fetchall()
@@ -349,11 +394,12 @@ class Rollouts:
         return count, self.with_texts(rows)
 
     def with_texts(self, rows: list[Row]) -> list[Row]:
-        """Return the rows with `prompt` and `text`, decoded."""
+        """Return the rows with `prompt` and `text`, decoded, and `labels`."""
         keys = [Key(row["run"], row["step"], row["index"]) for row in rows]
         tokens = self.tokens(keys, ["prompt_ids", "response_ids"])
         for row, key in zip(rows, keys, strict=True):
             found = tokens[key]
+            row["labels"] = found["labels"]
             row["prompt"], row["text"] = self.decode(key.run, [found["prompt_ids"], found["response_ids"]])
         return rows
 
@@ -365,23 +411,25 @@ class Rollouts:
         )
 
     def tokens(self, keys: Iterable[Key], columns: Collection[str] = ("*",)) -> dict[Key, Row]:
-        """Return columns of the record, by default all of them, for some responses."""
+        """Return columns of the record, by default all of them, for some responses, and their `labels`."""
         found: dict[Key, Row] = {}
-        for (run, part), group in groupby(sorted(keys), lambda key: (key.run, self._part(key))):
+        known = sorted(key for key in keys if key.run < len(self.runs))
+        for (run, part), group in groupby(known, lambda key: (key.run, self._part(key))):
             wanted = list(group)
+            places = [[key.step for key in wanted], [key.index for key in wanted]]
             rows = self.rows(
                 f'SELECT step, "index", {", ".join(columns)} FROM {_PARTS}'
                 " WHERE step BETWEEN ? AND ?"
                 ' AND (step, "index") IN (SELECT unnest(?), unnest(?))',
-                [
-                    str(part),
-                    wanted[0].step,
-                    wanted[-1].step,
-                    [key.step for key in wanted],
-                    [key.index for key in wanted],
-                ],
+                [str(part), wanted[0].step, wanted[-1].step, *places],
             )
-            found |= {Key(run, row["step"], row["index"]): row for row in rows}
+            found |= {Key(run, row["step"], row["index"]): {**row, "labels": []} for row in rows}
+            for said in self.rows(
+                'FROM labels WHERE run = ? AND (step, "index") IN (SELECT unnest(?), unnest(?))'
+                " ORDER BY person",
+                [run, *places],
+            ):
+                found[Key(run, said["step"], said["index"])]["labels"].append(said)
         return found
 
     def _part(self, key: Key) -> Path:
@@ -466,10 +514,11 @@ def _has(run: FinishedRun, kind: Kind) -> bool:
 
 def _recorded(run: FinishedRun, kind: Kind) -> RecordedRun:
     stage = STAGE_OF_KIND[kind]
-    folder, annotations = run.recorded(stage), annotations_of(*run.artifact(stage))
+    artifact = run.artifact(stage)
+    folder, annotations = run.recorded(stage), annotations_of(*artifact)
     if kind != "ppo":
         tokenizer = run.data() / "tokenizer" / "tokenizer.json"
-        return RecordedRun(run.name, folder, annotations, tokenizer=tokenizer)
+        return RecordedRun(run.name, folder, annotations, tokenizer=tokenizer, artifact=artifact)
     ppo = run.config("ppo").ppo
     evaluations = {}
     file = folder / "evaluations.jsonl"
@@ -478,7 +527,7 @@ def _recorded(run: FinishedRun, kind: Kind) -> RecordedRun:
             row = json.loads(line)
             evaluations[int(row.pop("version"))] = row
     guards = raised_guards(ppo, Recording(folder, run.name).metrics, evaluations)
-    return RecordedRun(run.name, folder, annotations, guards, clip_range(ppo))
+    return RecordedRun(run.name, folder, annotations, guards, clip_range(ppo), artifact=artifact)
 
 
 def clip_range(ppo: PPOConfig) -> ClipRange | None:

@@ -8,6 +8,8 @@
 - the guards that a step raised, and the share of clipped tokens, are columns and filters; a record without
   log-probabilities after the update says that it lacks them
 - the answers of an evaluation are shown by prompt and by model, also of a run without PPO
+- what a person says about a response is an annotation: shown, a filter, replaced and removed by the same
+  person only, and there when the run is opened again; pages of other origins cannot write it
 - a folder `step=9` in the path of a record is no value of a column
 - ranges are named only where they have a value
 - NaN is no value, columns without values are left out, a missing level has no gap
@@ -69,6 +71,7 @@ from rlhf_core.ops.inspect.rollouts import (
 )
 from rlhf_core.ops.inspect.server import export, make_app
 from rlhf_core.pipeline import StageName
+from rlhf_core.record.annotations import annotate, annotations_of
 from rlhf_core.record.schema import schema_of
 from rlhf_core.record.writer import AnswerRecord, RecordWriter
 from rlhf_core.run.local_context import stage_context
@@ -475,6 +478,56 @@ def run(record: Path, tmp_path: Path) -> Path:
     (tmp_path / "ppo" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     _publish(tmp_path, "small", {"ppo": tmp_path / "ppo"})
     return tmp_path
+
+
+def test_a_label_of_a_person_is_an_annotation_and_a_filter(run: Path, tmp_path: Path) -> None:
+    found = find_run("small", str(run))
+
+    def opened(name: str) -> TestClient:
+        (tmp_path / name).mkdir()
+        rollouts = Rollouts(recorded_runs([found])["ppo"], tmp_path / name)
+        return TestClient(make_app({"ppo": rollouts}, "secret"), base_url="http://127.0.0.1:80")
+
+    def rows(name: str) -> list[dict[str, object]]:
+        file = annotations_of(*found.artifact("ppo"), name)[name]
+        rows: list[dict[str, object]] = pq.read_table(file).to_pylist()
+        return rows
+
+    web, page = opened("one"), "/secret/ppo/response?of=0,4,1&text=dog"
+    assert "Labelled by" not in web.get("/secret/ppo/responses").text
+    for by, label, note in (("ann", "hack", "calms"), ("bob", "fine", ""), ("ann", "<b>hack", "calms down")):
+        form = {"response": "0,4,1", "by": by, "label": label, "note": note}
+        answer = web.post(page, data=form, headers={"origin": "http://127.0.0.1"}, follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (303, page)
+    shown = web.get(page).text
+    assert "ann: <b>&lt;b&gt;hack</b> calms down" in shown and "bob: <b>fine</b>" in shown
+    assert '<input name="by" value="ann"' in shown and 'value="&lt;b&gt;hack" list="labels"' in shown
+    response = {"kind": "ppo", "step": 4, "index": 1, "score": None}
+    assert rows("ann") == [{**response, "label": "<b>hack", "note": "calms down"}]
+    assert rows("bob") == [{**response, "label": "fine", "note": ""}]
+
+    web.post(page, data={"response": "0,1,0", "by": "ann", "label": "fine"})
+    web = opened("two")
+    for query, count in {
+        "label=any": 2, "label=fine": 2, "label=%3Cb%3Ehack": 1, "person=bob": 1, "person=ann&label=fine": 1,
+        "person=bob&label=%3Cb%3Ehack": 0,
+    }.items():  # fmt: skip
+        text = web.get(f"/secret/ppo/responses?{query}").text
+        assert (f"1 to {count} of {count}" in text) == (count > 0), query
+    assert web.get("/secret/ppo/responses?label=fine").text.count("ann: <b>fine</b>") == 1
+    web.post(page, data={"response": "0,4,1", "by": "ann"})
+    assert [row["step"] for row in rows("ann")] == [1] and len(rows("bob")) == 1
+    assert "hack" not in web.get("/secret/ppo/responses").text
+
+    scores = pa.table({name: [1] for name in ("kind", "step", "index", "score")})
+    annotate(*found.artifact("ppo"), "gold", scores, "x")
+    for wrong in ({"by": "gold"}, {"by": ""}, {"by": "../ann"}, {"response": "0,9,9"}, {"response": "7,1,0"}):
+        refused = web.post(page, data={"response": "0,4,1", "by": "ann", "label": "hack"} | wrong)
+        assert refused.status_code == 400 and 'role="alert"' in refused.text, wrong
+    for origin in ("http://evil.example", "null"):
+        assert web.post(page, data={"by": "ann"}, headers={"origin": origin}).status_code == 403
+    assert web.post("/ppo/response", data={"by": "ann"}).status_code == 404
+    assert web.post("/secret/match/response", data={"by": "ann"}).status_code == 404
 
 
 def test_a_run_without_ppo_shows_the_answers_of_its_evaluation_by_prompt(
