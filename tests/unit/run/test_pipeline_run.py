@@ -379,6 +379,8 @@ def test_warnings_are_logged_and_tagged(
         run.tag_message("guard.loops", "step 4: guard loops: 30 %")
         raise RuntimeError("asked enough")
     tags = tags_of(run)
+    about = {"rlhf.algorithm": "PPO", "rlhf.base_model": "model.tiny", "rlhf.seed": "0"}
+    assert about.items() <= tags.items() and "rlhf.champion" not in tags
     assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
     assert "ppo.kl.estimator: k3 in the reward" in caplog.text
     assert tags["rlhf.guard.loops"] == "step 4: guard loops: 30 %"
@@ -490,6 +492,11 @@ def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
     assert "Reused:" not in text
     again, kept, _ = after("data")
     assert again.startswith(f"{text}\n\n**Reused:** last on ") and kept == metrics
+    registered = replace(ref("register"), attributes={"champion": "True"})
+    with open_run(checked, "data", "register") as run:
+        run.records["data"] = StageRecord(ref("data"), 1.0, reused=False)
+        run.records["register"] = StageRecord(registered, 1.0, reused=False)
+    assert {"rlhf.data": "digest-data", "rlhf.champion": "yes"}.items() <= tags_of(run).items()
 
 
 def test_files_that_are_only_shown_end_no_run(
