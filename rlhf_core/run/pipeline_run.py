@@ -389,12 +389,9 @@ class PipelineRun:
                 except (RLHFError, OSError) as error:
                     log.warning("MLflow's run has no %s: %s", report, error)
         self.tracking.describe(self.parent_run_id, self._description(summary))
-        tags = {}
         if "data" in self.records:
-            tags["rlhf.data"] = self.records["data"].ref.digest[:12]
-        if "registration" in summary:
-            tags["rlhf.champion"] = "yes" if summary["registration"]["champion"] else "no"
-        self.tracking.set_tags(self.parent_run_id, tags)
+            digest = self.records["data"].ref.digest
+            self.tracking.set_tags(self.parent_run_id, {"rlhf.data": digest[:12]})
         self.tracking.log_results(self.key, metrics)  # last, because `has_results` looks for them
 
     def _description(self, summary: Mapping[str, Any]) -> str:
@@ -493,12 +490,11 @@ def open_run(
 
 def _tags(checked: CheckedConfig) -> dict[str, str]:
     """Return the tags of the MLflow run that say what made it."""
-    config = checked.config
     tags = {
         "rlhf.config": checked.path,
-        "rlhf.algorithm": titles_of(config.ppo.title)[config.register_.policy],
-        "rlhf.base_model": config.model.path or "model.tiny",
-        "rlhf.seed": str(config.run.seed),
+        "rlhf.algorithm": titles_of(checked.config.ppo.title)[checked.config.register_.policy],
+        "rlhf.base_model": checked.config.model.path or "model.tiny",
+        "rlhf.seed": str(checked.config.run.seed),
         **checked.reference_tags,
         **origin_tags(checked.path, versions()),
     }

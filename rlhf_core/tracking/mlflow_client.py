@@ -71,7 +71,7 @@ MAIN_METRICS = (
     "hours",
 )
 """Metrics of the run of a pipeline."""
-MAIN_TAGS = ("rlhf.algorithm", "rlhf.base_model", "rlhf.data", "rlhf.seed", "rlhf.champion")
+MAIN_TAGS = ("rlhf.algorithm", "rlhf.base_model", "rlhf.data", "rlhf.seed", "rlhf.model_version")
 """Tags of the run of a pipeline that people compare runs by."""
 _COLUMN_IDS = [f"metrics.`{name}`" for name in MAIN_METRICS] + [f"tags.`{name}`" for name in MAIN_TAGS]
 _COLUMNS = json.dumps({"selectedColumns": _COLUMN_IDS, "columnOrder": _COLUMN_IDS})

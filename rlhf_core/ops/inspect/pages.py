@@ -207,8 +207,7 @@ class Pages:
             [prompt] = self.rollouts.decode(key.run, [row["prompt_ids"]])
             fields = {name: value for name, value in row.items() if not isinstance(value, list)}
             tokens = tokens_of(row, self.rollouts.tokenizers[key.run])
-            about = {"prompt": prompt, "fields": fields, "tokens": tokens, "labels": row["labels"]}
-            responses.append({"key": key, **about})
+            responses.append(row | {"key": key, "prompt": prompt, "fields": fields, "tokens": tokens})
         return responses
 
     def _render(self, page: str, query: Mapping[str, str], **values: Any) -> str:

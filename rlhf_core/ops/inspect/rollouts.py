@@ -12,7 +12,6 @@ of its settings can be changed. Values of users are bound as parameters; names o
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import threading
@@ -34,6 +33,7 @@ from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import STAGE_OF_KIND, FinishedRun, Kind
 from rlhf_core.ops.first_difference import Recording
 from rlhf_core.ppo.watching.guards import raised_guards
+from rlhf_core.ppo.watching.selection import read_evaluations
 from rlhf_core.record.annotations import LABELS, annotations_of, label_response
 from rlhf_core.record.reader import RECORD, parts_of
 from rlhf_core.record.schema import REWARD, WEIGHTED
@@ -152,17 +152,15 @@ class Filter:
                 if limit is not None:
                     parts.append(f"{quoted(name)} {sign} ?")
                     values.append(limit)
-        if self.run is not None:
-            parts.append("run = ?")
-            values.append(self.run)
         equal = {
+            "run": self.run,
             "prompt_id": self.prompt,
             "source": self.source,
             "model": self.model,
             "prompt_set": self.prompt_set,
         }
         for column, value in equal.items():
-            if value:
+            if value not in (None, ""):
                 parts.append(f"{column} = ?")
                 values.append(value)
         if self.excluded in ("yes", "no"):
@@ -226,16 +224,13 @@ class Rollouts:
     Args:
         runs: The runs. The number of a run is its place.
         folder: An empty folder for the database.
-        kind: The kind of the rollouts.
-
-    Raises:
-        InputError: A run has no record.
+        kind: The kind of the rollouts, which both have (`recorded_runs`).
     """
 
     def __init__(self, runs: Sequence[RecordedRun], folder: Path, kind: Kind = "ppo") -> None:
         self.runs = tuple(runs)
         self.kind: Kind = kind
-        self._parts = list(map(_parts, runs))
+        self._parts = [parts_of(run.folder / RECORD) for run in runs]
         files = [run.tokenizer or run.folder / "policy" / "tokenizer.json" for run in runs]
         self.tokenizers = [Tokenizer.from_file(str(file)) for file in files]
         self._database = duckdb.connect(folder / "rollouts.duckdb", config=_SETTINGS)
@@ -250,15 +245,13 @@ class Rollouts:
         place = 'run INTEGER, step INTEGER, "index" INTEGER'
         self._database.execute(f"CREATE TABLE texts ({place}, text VARCHAR)")
         self._database.execute(f"CREATE TABLE labels ({place}, person VARCHAR, label VARCHAR, note VARCHAR)")
-        self._labelling = threading.Lock()
         self.person = ""
         """Who labelled a response last."""
         for number, run in enumerate(runs):
             for name, file in run.annotations.items():
                 if set(LABELS.names) <= set(pq.read_schema(file).names):
                     self._read_labels(number, name, file)
-        every = list(map(str, chain.from_iterable(self._parts)))
-        self._database.execute("SET allowed_paths = ?", [every])
+        self._database.execute("SET allowed_paths = ?", [list(map(str, chain.from_iterable(self._parts)))])
         self._database.execute("SET enable_external_access = false")
         self._database.execute("SET lock_configuration = true")
         self.numbers = self._numbers()
@@ -334,16 +327,16 @@ class Rollouts:
         )
 
     def label(self, key: Key, person: str, label: str, note: str) -> None:
-        """Keep what a person says about a response, in place of what it was before (`label_response`).
+        """Keep what a person says about a response, in place of what it was before (`label_response`). One
+        thread may call this at a time.
 
         Raises InputError if there is no such response, or if the name cannot be used.
         """
         if key not in self.tokens([key], ["kind"]) or (artifact := self.runs[key.run].artifact) is None:
             raise InputError(f"there is no response {key.index} of step {key.step} in a store")
         said = {"kind": self.kind, "step": key.step, "index": key.index, "label": label, "note": note}
-        with self._labelling:
-            self._read_labels(key.run, person, label_response(*artifact, person, said))
-            self.person = person
+        self._read_labels(key.run, person, label_response(*artifact, person, said))
+        self.person = person
 
     def _numbers(self) -> list[str]:
         columns = self._database.execute("DESCRIBE rollouts").fetchall()
@@ -413,22 +406,19 @@ class Rollouts:
     def tokens(self, keys: Iterable[Key], columns: Collection[str] = ("*",)) -> dict[Key, Row]:
         """Return columns of the record, by default all of them, for some responses, and their `labels`."""
         found: dict[Key, Row] = {}
+        these = '(step, "index") IN (SELECT unnest(?), unnest(?))'
         known = sorted(key for key in keys if key.run < len(self.runs))
         for (run, part), group in groupby(known, lambda key: (key.run, self._part(key))):
             wanted = list(group)
             places = [[key.step for key in wanted], [key.index for key in wanted]]
             rows = self.rows(
                 f'SELECT step, "index", {", ".join(columns)} FROM {_PARTS}'
-                " WHERE step BETWEEN ? AND ?"
-                ' AND (step, "index") IN (SELECT unnest(?), unnest(?))',
+                f" WHERE step BETWEEN ? AND ? AND {these}",
                 [str(part), wanted[0].step, wanted[-1].step, *places],
             )
             found |= {Key(run, row["step"], row["index"]): {**row, "labels": []} for row in rows}
-            for said in self.rows(
-                'FROM labels WHERE run = ? AND (step, "index") IN (SELECT unnest(?), unnest(?))'
-                " ORDER BY person",
-                [run, *places],
-            ):
+            labels = self.rows(f"FROM labels WHERE run = ? AND {these} ORDER BY person", [run, *places])
+            for said in labels:
                 found[Key(run, said["step"], said["index"])]["labels"].append(said)
         return found
 
@@ -479,13 +469,6 @@ def _without_nan(column: str) -> str:
     return f"CASE WHEN NOT isnan({column}) THEN {column} END"
 
 
-def _parts(run: RecordedRun) -> list[Path]:
-    parts = parts_of(run.folder / RECORD)
-    if not parts:
-        raise InputError(f"{run.name} has no recorded rollouts (record.level was none); name another run")
-    return parts
-
-
 def quoted(name: str) -> str:
     """Return the name of a column for SQL."""
     return '"' + name.replace('"', '""') + '"'
@@ -520,12 +503,7 @@ def _recorded(run: FinishedRun, kind: Kind) -> RecordedRun:
         tokenizer = run.data() / "tokenizer" / "tokenizer.json"
         return RecordedRun(run.name, folder, annotations, tokenizer=tokenizer, artifact=artifact)
     ppo = run.config("ppo").ppo
-    evaluations = {}
-    file = folder / "evaluations.jsonl"
-    if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            evaluations[int(row.pop("version"))] = row
+    evaluations, _ = read_evaluations(folder / "evaluations.jsonl")
     guards = raised_guards(ppo, Recording(folder, run.name).metrics, evaluations)
     return RecordedRun(run.name, folder, annotations, guards, clip_range(ppo), artifact=artifact)
 

@@ -49,7 +49,7 @@ def serve(kinds: Mapping[Kind, Sequence[RecordedRun]], port: int, ready: Callabl
         ready: Called with the address of the first page when the server listens.
 
     Raises:
-        InputError: A run has no record, or the port cannot be used.
+        ConfigError: The port cannot be used.
     """
     token = token_urlsafe(16)
     stop = threading.Event()
@@ -111,7 +111,7 @@ def make_app(opened: Mapping[Kind, Rollouts], token: str) -> ASGIApp:
         try:
             if request.method == "POST":
                 form = parse_qsl((await request.body()).decode(errors="replace"))
-                await asyncio.to_thread(of_kind.label, dict(form))
+                of_kind.label(dict(form))  # in this thread: one label after another
                 return RedirectResponse(f"{request.url.path}?{request.url.query}", 303, headers=_HEADERS)
             return _html(await asyncio.to_thread(getattr(of_kind, name), request.query_params), 200)
         except RLHFError as error:

@@ -599,9 +599,11 @@ def test_the_command_prints_a_link_and_ends_with_ctrl_c(run: Path) -> None:
     assert answer.status_code == 200 and "Means by step" in answer.text
 
 
-def test_a_run_without_a_record_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no recorded rollouts"):
-        Rollouts([RecordedRun("one", tmp_path)], tmp_path)
+def test_a_run_without_a_record_is_an_input_error(record: Path, tmp_path: Path) -> None:
+    shutil.copytree(record, tmp_path / "ppo", ignore=shutil.ignore_patterns("record"))
+    _publish(tmp_path, "bare", {"ppo": tmp_path / "ppo"})
+    with pytest.raises(InputError, match="bare has no recorded rollouts"):
+        recorded_runs([find_run("bare", str(tmp_path))])
 
 
 def test_the_newest_run_is_the_one_that_finished_last(tmp_path: Path) -> None:
