@@ -323,7 +323,8 @@ class Rollouts:
         cursor.register("given", pq.read_table(file))
         cursor.execute("DELETE FROM labels WHERE run = ? AND person = ?", [number, person])
         cursor.execute(
-            'INSERT INTO labels SELECT ?, step, "index", ?, label, note FROM given', [number, person]
+            'INSERT INTO labels SELECT ?, step, "index", ?, label, note FROM given WHERE label IS NOT NULL',
+            [number, person],
         )
 
     def label(self, key: Key, person: str, label: str, note: str) -> None:
@@ -419,7 +420,8 @@ class Rollouts:
             found |= {Key(run, row["step"], row["index"]): {**row, "labels": []} for row in rows}
             labels = self.rows(f"FROM labels WHERE run = ? AND {these} ORDER BY person", [run, *places])
             for said in labels:
-                found[Key(run, said["step"], said["index"])]["labels"].append(said)
+                if (key := Key(run, said["step"], said["index"])) in found:
+                    found[key]["labels"].append(said)
         return found
 
     def _part(self, key: Key) -> Path:

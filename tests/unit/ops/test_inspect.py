@@ -71,7 +71,7 @@ from rlhf_core.ops.inspect.rollouts import (
 )
 from rlhf_core.ops.inspect.server import export, make_app
 from rlhf_core.pipeline import StageName
-from rlhf_core.record.annotations import annotate, annotations_of
+from rlhf_core.record.annotations import LABELS, annotate, annotations_of
 from rlhf_core.record.schema import schema_of
 from rlhf_core.record.writer import AnswerRecord, RecordWriter
 from rlhf_core.run.local_context import stage_context
@@ -507,9 +507,20 @@ def test_a_label_of_a_person_is_an_annotation_and_a_filter(run: Path, tmp_path: 
     assert rows("bob") == [{**response, "label": "fine", "note": ""}]
 
     web.post(page, data={"response": "0,1,0", "by": "ann", "label": "fine"})
+    further = [
+        ("ppo", 3, 0, 0.5, "odd", None),
+        ("ppo", 3, 1, 0.5, None, None),
+        ("ppo", 9, 9, 0.5, "gone", ""),
+    ]
+    table = pa.Table.from_pylist([dict(zip(LABELS.names, row, strict=True)) for row in further], LABELS)
+    annotate(*found.artifact("ppo"), "script", table, "script.py")
     web = opened("two")
+    assert "script: <b>odd</b> <" in web.get("/secret/ppo/response?of=0,3,0").text
+    assert "script" not in web.get("/secret/ppo/response?of=0,3,1").text.partition("<article>")[2]
+    assert web.get("/secret/ppo/response?of=0,9,9").status_code == 400
     for query, count in {
-        "label=any": 2, "label=fine": 2, "label=%3Cb%3Ehack": 1, "person=bob": 1, "person=ann&label=fine": 1,
+        "label=any&person=ann": 2, "label=any": 3,
+        "label=fine": 2, "label=%3Cb%3Ehack": 1, "person=bob": 1, "person=ann&label=fine": 1,
         "person=bob&label=%3Cb%3Ehack": 0,
     }.items():  # fmt: skip
         text = web.get(f"/secret/ppo/responses?{query}").text
