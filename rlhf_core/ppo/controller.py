@@ -171,9 +171,6 @@ class PPOController:
                 self._checkpoint()
             if stop.requested:
                 log.info("asked to stop: leaving after step %d", self.completed_steps)
-                # As after the last step. With an exception, the processes would be killed first, which Ray
-                # reports as deaths.
-                self._fleet.__exit__()
                 stop.exit()
 
     def _is_finished(self) -> bool:
