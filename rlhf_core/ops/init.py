@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -244,6 +245,6 @@ def _is_start(given: Given) -> bool:
     if given.sft is not None:
         return False
     name = given.model.rstrip("/").rpartition("/")[2].lower()
-    if any(word in name for word in ("instruct", "-it", "chat")):
+    if re.search(r"instruct|chat|-it\b", name):
         return True
     return given.pairs is None and exists(given.model) and ModelFolder(given.model).has_chat_template

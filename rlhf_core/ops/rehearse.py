@@ -25,7 +25,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import TEXT, SetName
 from rlhf_core.config.evaluate import LanguageModelConfig
 from rlhf_core.config.keys import tracking_uri
-from rlhf_core.config.load import load_config
+from rlhf_core.config.load import load_config, overrides_of
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.rewards import ExternalReward, ModelReward
 from rlhf_core.data.messages import Message
@@ -45,6 +45,7 @@ from rlhf_core.run.references import resolve
 from rlhf_core.run.state import read_state
 from rlhf_core.storage.store import Store, open_store
 from rlhf_core.system.home import HOME_OF_RUNS, Home
+from rlhf_core.tracking.registry import LOCAL_STORE
 from rlhf_core.tracking.tracker import open_tracking, public_uri
 
 _KILL = "ppo.after_checkpoint:1:kill"
@@ -119,7 +120,8 @@ def rehearse(
     tree = derived.config.model_dump(mode="json", by_alias=True)
     file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     try:
-        config = load_config(file)
+        # RLHF_HOME must not lead the checks to the user's home.
+        config = load_config(file, overrides_of({"run.home": derived.config.run.home}))
     except ConfigError as error:
         raise InputError(f"the configuration of the rehearsal is not valid: {error.message}") from error
     plan = _planned(found, path, overrides, gpus, model)
@@ -131,7 +133,7 @@ def rehearse(
         found.warnings = plan.warnings
         found.plan = dict(_compared(plan, found))
     if given.store.url is not None:
-        Store(given.store.url, given.store.endpoint).delete_prefix("rehearsal")
+        Store(given.store.url, given.store.endpoint).delete_prefix(derived.prefix)
     found.seconds = time.monotonic() - started
     # The user knows their own files, not those of the rehearsal.
     for own, users in derived.copies.items():
@@ -312,9 +314,9 @@ def check_registry(config: PipelineConfig) -> Iterator[str]:
     try:
         mlflow.prepare()
         mlflow.ensure_model(name, "Versions of rehearsals (`rlhf rehearse`); it can be deleted.")
-        version = mlflow.create_version(
-            name, source=str(Path(config.run.home).resolve()), run_id=None, tags={}, description="A probe."
-        )
+        # A server refuses a local path without a scheme.
+        source = f"{LOCAL_STORE}{config.run.home}"
+        version = mlflow.create_version(name, source=source, run_id=None, tags={}, description="A probe.")
         mlflow.set_alias(name, "probe", version.version)
         mlflow.delete_alias(name, "probe")
     except Exception as error:  # the client raises those of four libraries

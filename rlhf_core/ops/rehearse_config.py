@@ -72,6 +72,9 @@ class Derivation:
         """Which rows there are, by the field of their source."""
         self.copies: dict[str, str] = {}
         """The address in the configuration of each file and folder that stands for it here."""
+        # Two rehearsals can have one store.
+        self.prefix = f"rehearsal/{place.name}"
+        """Where the objects of the rehearsal are, below `store.url` of the run."""
         self._given, self._place, self._model = given, place, model
         self._of_machine()
         self._of_models()
@@ -110,7 +113,7 @@ class Derivation:
             self._set("run.executor", "local", "submission of jobs, and their nodes")
             self._set("run.resources", type(run.resources)({}), "what jobs ask the cluster for")
         if store.url is not None:
-            self._set("store.url", f"{store.url.rstrip('/')}/rehearsal")
+            self._set("store.url", f"{store.url.rstrip('/')}/{self.prefix}")
         self._set("tracking.experiment", f"{self._given.experiment}-rehearsal")
         self._set("register_.model", f"{self._given.registered_model}-rehearsal")
         self._set("register_.votes", (), "votes of people")

@@ -97,6 +97,19 @@ def test_a_model_that_follows_instructions_is_not_trained_first(tmp_path: Path, 
     assert not loaded(tmp_path, Given(instruct, "dpo", pairs="pairs.jsonl")).sft.enabled
 
 
+@pytest.mark.parametrize(
+    ("model", "is_start"),
+    [
+        ("google/gemma-3-1b-it", True),
+        ("google/gemma-3-27b-it-qat", True),
+        ("GroNLP/gpt2-small-italian", False),
+    ],
+)
+def test_the_name_of_a_model_says_it_as_a_word(model: str, is_start: bool) -> None:
+    text = configuration(Given(model, "ppo", pairs="pairs.jsonl"), "my")
+    assert ("sft: {enabled: false}" in text) == is_start
+
+
 def test_a_chat_template_alone_does_not_make_a_model_the_start(tmp_path: Path) -> None:
     model = str(model_folder(tmp_path / "qwen"))
     assert loaded(tmp_path, Given(model, "dpo", pairs="pairs.jsonl")).sft.enabled

@@ -18,6 +18,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -28,9 +29,11 @@ from rlhf_core.config.data import Source
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.errors import InputError
-from rlhf_core.ops.rehearse import Rehearsal, rehearse
+from rlhf_core.ops.rehearse import Rehearsal, check_registry, rehearse
 from rlhf_core.ops.rehearse_config import LONGEST, ROWS, Change, Derivation, shrink
 from rlhf_core.system.files import CONFIGS
+from rlhf_core.system.home import HOME_OF_RUNS
+from rlhf_core.tracking.mlflow_client import Mlflow
 from tests.benchmarks.rehearsal_faults import FAULTS, SOUND, Base, Case, prepare
 
 PROFILES = ("production", "budget", "entry", "one-h100", "overoptimization")
@@ -186,9 +189,30 @@ def test_a_fault_is_named_with_field_and_fix(files: Path, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["PPO with a rule", "a reward that compares"])
-def test_a_sound_configuration_passes(files: Path, tmp_path: Path, name: str) -> None:
+def test_a_sound_configuration_passes_and_leaves_the_home_of_the_user_alone(
+    files: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOME_OF_RUNS, str(tmp_path / "users"))
     case = next(case for case in SOUND if case.name == name)
     assert found_in(files, tmp_path / "place", case, []) == []
+    assert not (tmp_path / "users").exists()
+
+
+def test_the_probe_of_the_registry_is_one_that_a_server_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.server.handlers import _validate_source_run
+
+    sources = []
+    create = Mlflow.create_version
+
+    def recorded(mlflow: Mlflow, name: str, *, source: str, **rest: Any) -> Any:
+        sources.append(source)
+        return create(mlflow, name, source=source, **rest)
+
+    monkeypatch.setattr(Mlflow, "create_version", recorded)
+    assert list(check_registry(PipelineConfig().with_values({"run.home": str(tmp_path)}))) == []
+    _validate_source_run(sources[0], "")
 
 
 def test_a_reward_may_mask_a_few_answers(files: Path, tmp_path: Path) -> None:
