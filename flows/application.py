@@ -31,6 +31,7 @@ location.replace("/");
 
 def create_mlflow_app() -> Any:
     """Create MLflow's application. MLflow itself accepts every origin on this machine, on any port."""
+    # Not at the top: each server's process needs one of the two libraries, whose imports take seconds.
     from mlflow.server.fastapi_app import app
 
     return OwnAddressOnly(app)
@@ -78,6 +79,7 @@ def _lock_transactions_at_begin() -> None:
     """
     from prefect.server.database.configurations import AioSqliteConfiguration
 
+    # Of SQLite only: PostgreSQL locks rows and not the whole database.
     begin = AioSqliteConfiguration.begin_transaction
 
     def begin_transaction(self: Any, session: Any, with_for_update: bool = False) -> Any:

@@ -13,6 +13,7 @@ from flows.notify import emit, notify, notify_failure
 from rlhf_core.run.registered_policies import open_registry
 from rlhf_core.tracking import champion_log, champions
 
+# Prefect's form shows these rules, and a flow run with other values ends before MLflow is asked.
 ModelName = Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]
 Version = Annotated[str, Field(pattern=r"^[1-9]\d*$")]
 Target = Annotated[str, Field(pattern=r"^([1-9]\d*|none)$")]

@@ -62,6 +62,7 @@ class ConfigDeployment:
             "name": self.name,
             "description": (flow.description or "").partition("\n")[0],
             "entrypoint": f"{flow.fn.__module__}.{flow.fn.__name__}",
+            # Without TAG, the reconciler would not bring back a run whose process was lost.
             "tags": ["rlhf", TAG],
             "parameters": self.parameters,
             "work_pool": {"name": POOL},
@@ -111,6 +112,8 @@ def config_deployment(
 
     Raises InputError if a value is invalid.
     """
+    # Absolute: each later `rlhf up` sets the working folder of the deployment to its own
+    # (`flows.deploy.update`).
     file = Path(config).resolve()
     given: dict[str, Any] = {"config": str(file)}
     if overrides:
@@ -125,6 +128,7 @@ def config_deployment(
         raise InputError(f"--name: must have letters, digits, `.`, `_` or `-`; got {shown(own_name)}")
     flow = retrain if if_changed else rlhf
     try:
+        # Now, and not when the first scheduled run begins.
         flow.validate_parameters(given)
     except (ParameterTypeError, SignatureMismatchError) as error:
         names = ", ".join(flow.parameters.properties)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 def deploy(file: Path) -> None:
     """Create the deployments of `file`, and update those that exist."""
+    # Not at the top: `isolate_prefect` must run before the first import of Prefect. The same holds below.
     from prefect import get_client
     from prefect.flows import load_flow_from_entrypoint
 
@@ -98,6 +99,8 @@ def create(client: SyncPrefectClient, flow: Flow[..., Any], entry: Mapping[str, 
 
 
 def _pull_steps(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    # Relative paths in parameters start at the folder in which the deployment was made, and not at the
+    # worker's.
     folder = {"prefect.deployments.steps.set_working_directory": {"directory": os.getcwd()}}
     return list(entry.get("pull", [folder]))
 

@@ -73,6 +73,7 @@ def _settings_problem(error: ValueError) -> str:
     variables.
     """
     problems = error.errors() if isinstance(error, ValidationError) else []
+    # pydantic names the setting and not the variable that a value came from. The value leads to it.
     reasons = {str(problem["input"]).lower(): problem["msg"] for problem in problems}
     lines = []
     for name, value in os.environ.items():

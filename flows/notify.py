@@ -69,6 +69,7 @@ def emit(event: str, resource: str, **payload: str) -> None:
     with view_only(f"the event rlhf.{event} could not be sent", secret=True):
         emit_event(
             event=f"rlhf.{event}",
+            # Prefect refuses an event without this label, and automations choose events by it.
             resource={"prefect.resource.id": f"rlhf.{resource}"},
             payload={name: printable(scrubbed(text)) for name, text in payload.items()},
         )

@@ -98,6 +98,7 @@ class ProgressPage:
                         update_progress_artifact(artifact, percent, description=text)
                     taken = True
                 failures += not taken
+            # The pause bounds the rate of requests. What has come during it is sent before the thread ends.
             if self._closed.wait(self._seconds) and not self._changed.is_set():
                 return
 
@@ -127,6 +128,8 @@ def publish_process() -> None:
     with _report("process"), get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(runtime.flow_run.id)
         root = client.read_flow_run(runtime.flow_run.root_flow_run_id)
+        # The process of a deployment's run is known by a variable that Prefect sets in it
+        # (`reconcile.ENGINE_VARIABLE`).
         if root.deployment_id is None:
             client.update_flow_run_labels(flow_run.id, {PROCESS_LABEL: json.dumps(RecordedProcess.own())})
             client.update_flow_run(flow_run.id, tags=[*flow_run.tags, COMMAND_TAG])

@@ -57,6 +57,7 @@ def retrain_if_due(
     """
     if not decision.due:
         return Completed(name=decision.name, message=decision.message)
+    # Without the record, the next check would start the same retraining again, without a pause.
     if not retraining.record_start():
         return Completed(name="Waiting", message="MLflow has not recorded the start of the retraining")
     log.info("training begins: %s", decision.message)

@@ -34,6 +34,7 @@ def run_name() -> str:
 @flow(
     name="rlhf",
     flow_run_name=run_name,
+    # Also where PREFECT_RESULTS_PERSIST_BY_DEFAULT is set: Prefect stores results as pickles.
     persist_result=False,
     on_failure=[notify_failure],
     on_crashed=[notify_failure],
@@ -72,6 +73,8 @@ def rlhf(
         "ppo.policy.learning_rate": policy_learning_rate,
     }
     show_log_lines()
+    # Before the check, which reads data and models: a command that is killed meanwhile is then marked as
+    # crashed.
     publish_process()
     checked = reuse_or_check(config, overrides_of(fields, overrides), start=start, until=until)
     with open_run(checked, start, until, flow_run_tags()) as run:

@@ -105,6 +105,7 @@ def attempt(
         def on_event(event: dict[str, Any]) -> None:
             page.event(event)
             if event["event"] == "warning" and "guard" in event:
+                # Not in the child, which gets none of Prefect's variables (`spec.stage_environment`).
                 emit("guard.raised", f"run.{run.name}", guard=event["guard"], reason=event["message"])
 
         record = get_or_run_stage(run, stage, inputs, retry_policy, on_event)

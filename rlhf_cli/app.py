@@ -14,6 +14,7 @@ from cyclopts import App, Group, Parameter
 import rlhf_core
 from rlhf_core.system.home import HOME_OF_RUNS, default_home
 
+# cyclopts shows groups of this kind in the order in which they are created, and others by name.
 BEFORE = Group.create_ordered("Before a run")
 RUNS = Group.create_ordered("Runs")
 LOOK = Group.create_ordered("Look into runs")
@@ -49,6 +50,7 @@ HomeFolder = Annotated[
         metavar="FOLDER",
         help=f"Folder of the runs, as run.home of their configuration (default: {HOME_OF_RUNS} in the"
         " environment, else .rlhf).",
+        # It would be RLHF_HOME of who reads the help, and look like a constant.
         show_default=False,
     ),
 ]

@@ -236,14 +236,18 @@ def _tune(
     from rlhf_core.run.checks import load_and_check
 
     overrides = with_home(overrides, home)
+    # Before the log is opened, which is in `run.home`: a home that cannot be used is an error of the
+    # configuration.
     checked = load_and_check(config, overrides).config
     set_up_logging(Home.of(checked.run.home))
     os.environ.update(stage_environment(checked))  # PPO runs in this process
     tuned = tune(config, overrides, out)
+    # Settings and paths are there to be copied: rich would break them at the width of the terminal.
     console = Console(highlight=False, soft_wrap=True)
     console.print(_table(tuned))
     if any(change.startswith("ppo.staleness") for change in tuned.best.changes):
         console.print("ppo.staleness changes the results of ppo (docs/tuning.md)")
+    # Without markup: rich would take the brackets of lists in settings for styles, and leave them out.
     console.print(f"fastest: {tuned.best.label}", markup=False)
     console.print(f"configuration: {tuned.file}", markup=False)
     return 0
@@ -349,6 +353,7 @@ def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequen
 
     table = Table(*columns)
     for row in rows:
+        # As `Text`, because messages and settings can have brackets, which rich takes for markup.
         table.add_row(*map(Text, row))
     if rows:
         console.print(table)

@@ -71,6 +71,7 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         champion, moves = champions(mlflow, each)
         text = f"champion is version {champion.version}" if champion else "no champion"
         print(printable(f"{each}: {text}"))
+        # Refusals are not in the history: a version that never was champion has made no move.
         decisions = [(move.time, describe(move)) for move in moves]
         for time, version, reason, unfinished in refusals(mlflow, each, moves):
             what = "decided, not finished (run it again)" if unfinished else "refused"
@@ -167,6 +168,7 @@ def _serve(
     # vLLM binds the address again, after it has imported its packages.
     bind(host, port).close()
     opened = open_policy(policy, home, endpoint)
+    # The user's options come last, because vLLM's parser takes the last value of an option.
     more = ["--tokenizer", str(tokenizer_alone(opened, home)), *vllm]
     command = serve_command(opened, host, port, more)
     # Flushed, because `execve` drops what is buffered.
@@ -276,6 +278,7 @@ def chat(url: str, model: str, key: str | None) -> None:
     connection = DefaultHttpxClient(trust_env=False)
     try:
         # The client cannot be created without a key, also for a server that needs none.
+        # Without its two retries: the message about a server that does not answer would only come later.
         client = OpenAI(base_url=url, api_key=key or "none", max_retries=0, http_client=connection)
         served = [entry.id for entry in client.models.list()]
         if model not in served:
@@ -313,6 +316,7 @@ def _next_message() -> str:
 def _answer(client: OpenAI, model: str, messages: list[ChatCompletionMessageParam]) -> str:
     answer = ""
     for chunk in client.chat.completions.create(model=model, messages=messages, stream=True):
+        # The last piece of some servers has the token counts and no choice.
         piece = chunk.choices[0].delta.content or "" if chunk.choices else ""
         answer += piece
         # An answer may send no other control characters to the terminal.

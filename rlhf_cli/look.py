@@ -59,6 +59,7 @@ def _compare(
 
     found = compare(runs, home, endpoint)
     if json:
+        # The option `json` hides the module in this function.
         from json import dumps
 
         print(dumps(found.to_json(), indent=2))
@@ -105,6 +106,7 @@ def _inspect(
         raise InputError(f"--export: writes one run; got {other} as well")
     found = [_find(name, home, endpoint) for name in (run or newest_run(home), other) if name]
     kinds = recorded_runs(found)
+    # After the runs were found: a misspelled name is answered without the import of a web server.
     from rlhf_core.ops.inspect.server import export as write_step
     from rlhf_core.ops.inspect.server import serve
 
@@ -213,6 +215,7 @@ def _rescore(
         model=model,
         track=_track,
     )
+    # In a file or a pipe, rich would break the lines at 80 characters.
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     said, shown = verdict(rescored.comparison), tables(rescored.comparison)
     show(said, shown, console)

@@ -76,6 +76,7 @@ def exit_code(command: Callable[[], int]) -> int:
         _print_error(f"stopped by {stop}; {CONTINUE}")
         return stop.exit_code
     except BrokenPipeError:
+        # Exit code 0: a command that prints is done when its reader has seen enough.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 the interpreter flushes it at its end
         return 0
     except SystemExit as stop:
@@ -119,6 +120,7 @@ def _what_next(error: RLHFError) -> str:
 
 
 def _print_error(text: str) -> None:
+    # Line by line, because `printable` would escape the line feeds as well.
     lines = scrubbed(text).split("\n")
     print("\n".join(map(printable, lines)), file=sys.stderr)
 

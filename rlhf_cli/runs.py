@@ -269,6 +269,7 @@ def _prune(
     for item, deleted in pruning.delete(plan):
         freed, done = freed + item.size * deleted, done + deleted
         state = "deleted" if deleted else "kept, because it has changed in the meantime"
+        # One line for each, at once: what an interrupted command has deleted must be known.
         print(printable(f"{item.label}, {readable_size(item.size)}: {state}"), flush=True)
     print(f"deleted: {done}, {readable_size(freed)}")
     return 0
@@ -339,6 +340,7 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
 
     home = Home.of(config.run.home)
     os.environ.update(past_proxies())
+    # Before the address is asked for: the servers of `rlhf up` for this home set it in the environment.
     use_servers(home)
     url = external_prefect_url()
     if url is not None:
@@ -358,6 +360,7 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
     import flows.rlhf  # noqa: F401
     from rlhf_core.tracking.tracker import open_tracking
 
+    # While the server still starts. The first stage would wait for the import of MLflow otherwise.
     open_tracking(config).warm_up()
     server.wait()
     return call()

@@ -134,6 +134,7 @@ def _up(
 
 
 def _config_deployment(config: str, overrides: tuple[str, ...], **options: Any) -> ConfigDeployment:
+    # Prefect logs a parameter that it refuses with a dump of pydantic's errors. The command prints one line.
     level = "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"
     given = os.environ.get(level)
     os.environ[level] = "CRITICAL"  # read when Prefect is imported
@@ -157,6 +158,7 @@ def _down(*, home: HomeFolder = HOME) -> int:
     """
     from rlhf_core.ops.servers.servers import down
 
+    # The servers of a folder that can no longer be written are to be stopped, too.
     print(down(_home(home, writable=False)))
     return 0
 

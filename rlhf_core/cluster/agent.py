@@ -99,6 +99,7 @@ class NodeAgent:
         self._driver = driver
         self._config = PipelineConfig.model_validate_json(config_json)
         self._store = open_store(self._config) if store is None else store
+        # Not `read_only`: what is damaged here is marked, so that the next attempt makes it again.
         self._artifacts = ArtifactStore(self._store, Home.of(self._config.run.home).cache)
         self._taken: dict[str, tuple[Path, tuple[FileEntry, ...]]] = {}
         """Folder and files of each part of a checkpoint that is to be uploaded, by its place in the store."""
@@ -125,6 +126,8 @@ class NodeAgent:
             self._shares_folders = found[:1] == [token]
             if not self._shares_folders:
                 home = Home.of(self._config.run.home)
+                # Held before anything is deleted: what is not held, another stage on this host takes for
+                # abandoned.
                 self._held.enter_context(held(self._work.parent))
                 delete_abandoned(home.works)  # of killed attempts, also at other stages
                 shutil.rmtree(self._work.parent, ignore_errors=True)  # of killed attempts at this one
@@ -136,6 +139,7 @@ class NodeAgent:
                 f"run.home={self._config.run.home}: host {socket.gethostname()} cannot make {self._work}"
                 f" ({error.strerror}); choose a folder that can be made on every host"
             ) from error
+        # Not by `with`: the monitor lives from this call of the driver to `close`.
         self._monitor.__enter__()
         files_of = found[1] if self._shares_folders else node_id
         return Started(*here(), files_of)
@@ -148,6 +152,7 @@ class NodeAgent:
     @_served
     def close(self) -> None:
         """End the monitor and remove the scratch folder."""
+        # First, because processes that still run write to the folders.
         self.kill(None)
         if not self._shares_folders:  # else the driver removes the files
             self._monitor.__exit__()
@@ -350,6 +355,8 @@ class Host:
 
 def of_host(error: InfrastructureError, calls: Sequence[HostCall[Any]]) -> InfrastructureError:
     """Return the error of one of several calls with the name of its host. Ray's own errors have none."""
+    # The results are asked for once more, because `fetch` raises the first error without the call that it is
+    # of.
     for call, own in zip(calls, settle(calls, POLL_SECONDS), strict=True):
         if isinstance(own, InfrastructureError):
             named = f"host {call.host.name}"

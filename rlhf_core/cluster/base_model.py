@@ -123,6 +123,7 @@ def with_own_copies(
         address = copy.address
         assert address is not None
         theirs, ref = _find_artifact(address, config, artifacts)
+        # The name of a copy has only the first digits (`Manifest.copy_name`).
         if ref is None or not ref.digest.startswith(copy.digest):
             raise DataError(
                 f"{field}: the artifact {copy.stage}/{copy.key} in {shown(address.store, limit=200)} is gone,"
@@ -137,6 +138,7 @@ def _find_artifact(
 ) -> tuple[ArtifactStore, ArtifactRef | None]:
     if origin.store != artifacts.url:
         artifacts = origin.open_store(Home.of(config.run.home), s3_endpoint(config.store.endpoint))
+    # A loop, because the stage in an address is any text: one that is no stage has no artifact.
     for stage in STAGES:
         if stage == origin.stage:
             return artifacts, artifacts.find(stage, origin.key)

@@ -43,6 +43,8 @@ def check_cluster(config: PipelineConfig) -> Iterator[Finding]:
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         mode = os.environ.get("RAY_AUTH_MODE", "token")
+        # Ray's sockets listen on all interfaces: without a token, whoever reaches them could run code in the
+        # stage.
         if mode.lower() != "token":
             yield ConfigError(
                 f"RAY_AUTH_MODE: must be token where Ray runs on this machine; got {shown(mode)}; unset it"
@@ -97,6 +99,7 @@ def connect(
         _start_on_this_host(processes, device)
     else:
         _join_cluster({} if run is None else rank_environment(run, device))
+    # In any other thread, neither Ray nor this process can set a handler.
     if threading.current_thread() is threading.main_thread():
         # Ray replaces the handler by one that ends the process on the spot, with SIGABRT.
         signal.signal(signal.SIGTERM, own_handler)
@@ -123,6 +126,7 @@ def rank_environment(run: RunConfig, device: str, environ: Mapping[str, str] = o
     environment |= {name: environ[name] for name in _FORWARDED if name in environ}
     if run.threads:
         environment |= dict.fromkeys(THREAD_VARIABLES, str(run.threads))
+    # A node can have GPUs that are not for a run on CPUs.
     environment |= WITHOUT_GPU if device == "cpu" else WITH_GPU
     return environment | run.env
 
@@ -183,6 +187,7 @@ def _start_on_this_host(processes: int, device: str) -> None:
     if ray.is_initialized():
         if _is_alive():
             return
+        # `ray.init` refuses to start in a process that is still connected, also if the Ray there has died.
         ray.shutdown()
     # Ray's default is a token in a file that every user of this host can read.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -32,6 +32,7 @@ from rlhf_core.system.machine import machine
 
 log = logging.getLogger(__name__)
 
+# Not `store.retry_seconds`: a node without access to the store is to be named in seconds.
 _STORE_SECONDS = 5.0
 _STORE_OF_HOSTS = "several hosts need a bucket, or a folder that all of them mount at the same path"
 _NOT_COMPARED = ("git", "gpu_driver")
@@ -96,6 +97,7 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
             if found:
                 problems.append(f"{node_name(node)}: {'; '.join(found)}")
     finally:
+        # A probe that stays harms nothing, and its error would hide what was found.
         with suppress(RLHFError):
             store.delete_prefix(probe.prefix)
     if problems:
@@ -158,6 +160,7 @@ def _ask(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    # A task of Ray has another working folder than this process.
     home = str(Path(config.run.home).absolute())
     calls: list[Pending[dict[str, Any]]] = []
     for node in nodes:

@@ -74,6 +74,7 @@ class Mailbox:
     def call(self, function: Callable[[ContextServer], T]) -> T:
         """Call `function` in the stage's process. Returns and raises what it returns and raises there."""
         self._requests.put(CallRequest(function))
+        # Without a limit: the stage's process ends this one when it ends itself.
         reply = self._replies.get()
         if reply.error is not None:
             raise reply.error
@@ -89,6 +90,7 @@ class Mailbox:
 
         `stop`: the stage was asked to stop.
         """
+        # Before the reply, with which the call of rank 0 returns: its loop looks at the request next.
         self.stop.requested = stop
         if reply is not None:
             self._replies.put(reply)
@@ -187,6 +189,7 @@ class LogForwarder(logging.Handler):
 
 def portable(context: StageContext) -> StageContext:
     """Return what a process on another host can use of `context`."""
+    # These have threads, locks and connections, which cannot be pickled.
     parts: dict[str, Any] = dict.fromkeys(("checkpoints", "metrics", "progress", "monitor", "nodes"))
     return replace(context, **parts, stop=StopRequest())
 
@@ -216,6 +219,7 @@ class ContextServer:
         try:
             reply = CallReply(request.function(self))
         except Exception as error:
+            # Whatever it is: without a reply, rank 0 would wait until the stage is stuck.
             reply = CallReply(error=classified(error))
         return reply if request.needs_reply else None
 

@@ -160,6 +160,7 @@ class ClusterNodes:
         (self._work / MARK).write_text(mark_text(self._token, self._own_id))
         added = []
         names = self._cluster.node_names()
+        # A list, so that all agents are starting while the first one is waited for.
         for host in [Host(node_id, self._start(node_id), names[node_id]) for node_id in node_ids]:
             # In turn: the first of those that share a folder has its files.
             started = self._started(host)
@@ -259,6 +260,7 @@ class ClusterNodes:
             }
         )
         arguments = (
+            # By alias: the section `register` is the field `register_`, and only its alias is read.
             config.model_dump_json(by_alias=True),
             self._work,
             self._monitor.folder.resolve(),
@@ -274,6 +276,7 @@ class ClusterNodes:
         self._monitor.include(None)
         with self._lock:  # the monitor may be in the middle of a poll
             hosts, self._hosts, self._ranks, self._files_of = self._hosts, [], {}, {}
+        # A host that does not answer keeps its scratch files until a later stage there deletes them.
         ready([host.call(NodeAgent.close) for host in hosts if not host.lost], _LAST_SECONDS)
         for host in hosts:
             host.actor.kill()
@@ -293,6 +296,8 @@ class ClusterNodes:
             if new:
                 self.output.begin()
                 target = self.output.key_of(folder)
+                # By the store and not by way of this host, whose network would be the limit for weights
+                # (decision 24).
                 self._wait([host.call(NodeAgent.upload_files, folder, new, target)])
                 self.output.receive(folder, new)
                 log.info("%s has put %d files into the store", host.name, len(new))
@@ -355,6 +360,7 @@ class ClusterNodes:
         with self._lock:
             for host in self._hosts:
                 host.advance(passed)
+            # Before any host is judged: a report that has come while this process was busy counts.
             self._receive_reports(POLL_SECONDS)
             for host in self._hosts:
                 if host.pending is not None and host.silent > SILENT_SECONDS and not host.lost:

@@ -94,6 +94,8 @@ class RayCluster:
             # It must start also where all CPUs are reserved.
             "num_cpus": 0,
             "max_concurrency": max_concurrency,
+            # On any other node an agent would serve the files of the wrong host. With `soft=False` it fails
+            # if its node is lost.
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
         }
         return RemoteActor(ray.remote(actor).options(**options).remote(*arguments))
@@ -117,6 +119,7 @@ class RankPlacement:
         """Return the ranks on each node, as `ClusterNodes.join` expects them."""
         nodes: dict[str, dict[str, set[int]]] = {}
         for rank, node_id in enumerate(self.nodes):
+            # By folder of the checkpoint, as PPO has one for each role. These ranks write to its top.
             nodes.setdefault(node_id, {"": set()})[""].add(rank)
         return nodes
 
@@ -229,6 +232,8 @@ def check_room(
     needed, total = sum_of(bundles), sum_of(resources for _, resources in nodes)
     if any(amount > total[name] for name, amount in needed.items()):
         raise ConfigError(f"{what} need {_amounts(needed)}, but the Ray cluster has {_amounts(total)}; {fix}")
+    # Each kind by itself. Whether the kinds fit beside each other is left to Ray, and the wait for it has a
+    # limit.
     for kind, count in Counter(tuple(sorted(bundle.items())) for bundle in bundles).items():
         room = 0
         for _, node in nodes:

@@ -183,6 +183,8 @@ def _run_here(
     limits: TimeoutsConfig,
     monitor: Monitor,
 ) -> Any:
+    # torch gets the open socket: by the number alone, another process could take the port before torch
+    # listens.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address, port = listener.getsockname()
         rank = Rank(0, 1, 0, address, port, layout.device, limits.start, limits.stall, listener)
@@ -335,7 +337,9 @@ def new_ray_session(
             if nodes is not None:
                 nodes.leave()
         finally:
+            # Also if a host cannot be left: Ray's processes of this host must not outlive the stage.
             ray.shutdown()
+            # What is left: Ray's end does not reach suspended processes.
             monitor.kill()
             idle()
 

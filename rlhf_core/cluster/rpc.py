@@ -300,6 +300,8 @@ class RayObjects:
         except GetTimeoutError as error:
             raise TimeoutError(str(error)) from error
         except RayTaskError as error:
+            # The cause is the exception of the actor. What Ray raises is of a class that it makes for each
+            # error, from `RayTaskError` and the class of the cause.
             raise classified(error.cause if isinstance(error.cause, Exception) else error) from error
         except RayActorError as error:
             raise WorkerDied(f"a process died: {_first_line(error)}") from error

@@ -43,6 +43,7 @@ class StoredOutput:
     def key_of(self, folder: Path) -> str:
         """Return the folder of the store for the files of `folder`."""
         if not folder.is_relative_to(self._folder):
+            # A digest, because a path can be longer than a key and can have characters that a store refuses.
             return f"{self._shared_key}/{json_sha256(str(folder))[:16]}"
         return "/".join((self._key, *folder.relative_to(self._folder).parts))
 

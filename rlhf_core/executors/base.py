@@ -53,6 +53,7 @@ class JobStatus:
             ends: Address and end of the log, for the message.
         """
         reason = f": {self.message}" if self.message else ""
+        # By the text and before the state, which is just `failed` with Kubernetes and Slurm.
         if _OUT_OF_MEMORY.search(self.message):
             return OutOfMemory(f"{what} ran out of memory{reason}{ends}")
         if self.state == "timed out":

@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 OnEvent = Callable[[dict[str, Any]], None]
 
+# `checkpoints.LAST_SECONDS`, `follow.Waits.stop` and `reconcile.FLOW_STOP_SECONDS` follow from it. With
+# `_REAPER_SECONDS` it is 30 s, which Kubernetes and Slurm leave by default before SIGKILL.
 TERM_SECONDS = 20.0
 """How long a stage may take to stop after SIGTERM."""
 EXIT_SECONDS = 30.0
@@ -162,6 +164,8 @@ def run_child(
                 on_event({"event": "warning", "message": _STOPPING.format(child.stop_seconds)})
             raise
         finally:
+            # Before the return code is read, and also after a result: actors and engines can outlive the
+            # stage.
             child.end()
     if isinstance(outcome, RLHFError):
         raise outcome
@@ -202,6 +206,7 @@ def start_child(
         opened.callback(os.close, write_fd)
         # A read returns what is in the pipe, also if that is less than a line (`_Lines`).
         os.set_blocking(read_fd, False)
+        # Without a buffer, because `poll` does not see what Python has read ahead.
         events = os.fdopen(read_fd, "rb", buffering=0)
         on_error = opened.enter_context(contextlib.ExitStack())
         on_error.callback(events.close)
@@ -304,6 +309,7 @@ def _ask_to_end(child: subprocess.Popen[bytes], seconds: float) -> None:
     if not _has_exited(child.pid):
         child.terminate()
     deadline = time.monotonic() + seconds
+    # Not `Popen.wait`, which reaps the process: the pid must stay taken until the group was killed.
     while not _has_exited(child.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
 
@@ -428,5 +434,6 @@ def _modification_times(sources: Path) -> dict[str, tuple[int, int]]:
     for file in sources.rglob("*.py"):
         with contextlib.suppress(OSError):  # removed in the meantime, or a link of an editor to nothing
             status = file.stat()
+            # Not digests, for which every stage would read all sources twice.
             times[str(file)] = (status.st_mtime_ns, status.st_size)
     return times

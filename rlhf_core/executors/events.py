@@ -68,6 +68,7 @@ class Events:
         if self._fd is None:
             return
         data = (json.dumps({"event": event, **fields}, default=str) + "\n").encode()
+        # A write above PIPE_BUF (4096 bytes) can be divided, and lines of two threads would mix.
         with self._lock:
             try:
                 # os.write may write a part only, for example if a signal interrupts it.

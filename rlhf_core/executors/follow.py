@@ -52,8 +52,12 @@ class Waits:
     """Between two requests for the job's status."""
     log: float = 30.0
     """Between two reads of the job's log."""
+    # Less than `ttlSecondsAfterFinished` of deployments/kubernetes/rayjob.yaml: a flow that reaches the
+    # scheduler again still finds the RayJob.
     unreachable: float = 300.0
     """How long a scheduler may not answer."""
+    # The job looks for the request every 5 s (`remote`), and its reaper may need 10 s more than the stage
+    # (`child`). `reconcile.FLOW_STOP_SECONDS` must be longer.
     stop: float = TERM_SECONDS + 25.0
     """Time for a job to see the request, save a checkpoint and end."""
 
@@ -85,6 +89,7 @@ def open_scheduler(config: PipelineConfig, stage: StageName) -> Scheduler:
 def shared_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the addresses in the environment that a job on another host needs too, without credentials."""
     values = {name: environ[name] for name in _SHARED_VARIABLES if environ.get(name)}
+    # An address can contain user and password, which must not get into the store with `spec.json`.
     return {name: value for name, value in values.items() if not has_credentials(value)}
 
 
@@ -178,6 +183,8 @@ class JobFollower:
             self._next_number = files.number + files.has_remains
             return None
         self._next_number = files.number + 1
+        # That scheduler cannot be asked from here. If its job still runs, it holds the lease of the stage
+        # key, and the new job waits for it.
         if submission.executor != self._executor:
             return None
         events, _ = files.read_events()

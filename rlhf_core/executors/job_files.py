@@ -71,6 +71,7 @@ class JobFiles:
 
         It may not exist: it was deleted (`has_remains`), or in a local store is just being created.
         """
+        # By the names of folders: a listing of all objects would have those of every job of the stage.
         numbers = _numbers(store, stage_key)
         return cls(store, stage_key, numbers[-1]) if numbers else None
 
@@ -95,6 +96,7 @@ class JobFiles:
     @property
     def has_remains(self) -> bool:
         """Whether there are objects of a job without `spec.json`: its number must not be used again."""
+        # A new job of this number would read the request to stop that was meant for the old one.
         return bool(self._store.list(self.folder))
 
     @property
@@ -155,6 +157,7 @@ class JobFiles:
 
     def ask_to_stop(self) -> None:
         """Have the job save a checkpoint, if it can, and end."""
+        # An object and no signal: the flow reaches the store, and perhaps no node of the job.
         self._store.put_bytes(f"{self.folder}/stop", b"stop\n")
 
 

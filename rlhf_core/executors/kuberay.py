@@ -29,6 +29,7 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 _TYPE = {"group": "ray.io", "version": "v1", "plural": "rayjobs"}
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+# By default, the client of Kubernetes waits for an answer without a limit.
 _REQUEST_SECONDS = 30.0
 _GPU = "nvidia.com/gpu"
 _ENDED: dict[str, JobState] = {"Complete": "succeeded", "Failed": "failed"}

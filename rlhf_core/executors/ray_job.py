@@ -63,6 +63,8 @@ class RayJobs:
                     submission_id=job.name,
                     metadata={"rlhf_stage": job.stage},
                     # No GPUs: ranks and engines ask Ray for theirs, and the stage's own process needs none.
+                    # No memory: with that of a whole node, the job would wait for a node that nothing else
+                    # uses.
                     entrypoint_num_cpus=job.resources.cpus_per_node,
                 )
             )
@@ -108,6 +110,7 @@ class RayJobs:
             # The status is only in the text: Ray raises RuntimeError for every answer that is an error.
             if "status code 404" in str(error) and missing is not _ERROR:
                 return missing
+            # Without 408 and 429, which another try can change, as in `kuberay`.
             if re.search(r"status code 4(?!08|29)\d\d", str(error)):
                 raise ConfigError(
                     f"run.executor=ray: the Ray cluster at {address} refuses: {error}"

@@ -51,6 +51,8 @@ def main(store_url: str, stage_key: str, number: str, endpoint: str = "") -> int
         number: Number of the job.
         endpoint: Address of an S3-compatible server.
     """
+    # First: by default the signal would end this process without a final event, and the flow would not know
+    # why.
     signal.signal(signal.SIGTERM, _exit)
     files = JobFiles(Store(store_url, endpoint or None), stage_key, int(number))
     job = files.submission
@@ -118,6 +120,7 @@ class _Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._done.set()
+        # More than the limit itself, because a request can be under way when it is over.
         self._thread.join(timeout=self._last_seconds + 20.0)
 
     def send(self, event: Event) -> None:

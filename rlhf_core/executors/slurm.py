@@ -35,6 +35,8 @@ _STATES: dict[str, JobState] = {
 and those of later versions. If such a job counted as ended, a second one would be submitted.
 """
 
+# By their texts: the exit code of these commands is the same for what a later try changes and what it does
+# not.
 _TEMPORARY = (
     "unable to contact", "timed out", "temporarily", "try again", "standby mode", "zero bytes",
     "configuration source",
@@ -42,6 +44,8 @@ _TEMPORARY = (
 """In messages of a controller that is down, busy or changing places with its backup."""
 _FILTERS = ("SQUEUE_", "SACCT_", "SCANCEL_")
 """Prefixes of variables that hide jobs of other partitions, users or states from these commands."""
+# These name the cluster and the user. All others with the prefix describe the job in which the flow itself
+# runs.
 _OF_THE_USER = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"}
 
 
@@ -87,6 +91,7 @@ class SlurmJobs:
             "--qos": resources.priority,
             "--account": resources.account,
             "--time": resources.time_limit and max(1, resources.time_limit // 60),  # minutes; 0 is no limit
+            # Slurm replaces `%j` and others in this path.
             "--output": str(self._logs / f"{job.name}.out").replace("%", "%%"),
         }
         flags = [f"{name}={value}" for name, value in options.items() if value is not None]
@@ -102,6 +107,8 @@ class SlurmJobs:
             # By default, sacct looks for jobs of the current day.
             accounting = ["sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now-7days"]
             accounting += [f"--name={name}", "--format=State,Reason"]
+            # A cluster without accounting has no sacct, or one that fails: what is not in the queue is
+            # missing then.
             lines = self._lines(accounting, without="")
         if not lines:
             return JobStatus("missing")

@@ -126,6 +126,7 @@ def stage_environment(config: PipelineConfig, environ: Mapping[str, str] = os.en
     # Over the variables of the user: numbers depend on these.
     child |= STAGE_PROCESS
     child |= past_proxies(environ)
+    # MKL and OpenBLAS read their own variables before that of OpenMP.
     child |= dict.fromkeys(THREAD_VARIABLES, threads)
     if runs_on_gpu(config):
         # The user's own value wins here, but not over STAGE_PROCESS.

@@ -122,6 +122,7 @@ class ArtifactStore:
             manifest = self._read(kind, key)
             if manifest is None:
                 return None
+            # Names and sizes only, in one listing. `fetch` verifies the content before anything reads it.
             bundles.check_files(self._store, manifest)
             return self._ref(manifest)
         except CorruptArtifact as error:
@@ -222,6 +223,8 @@ class ArtifactStore:
             "versions": versions(),
             "mlflow_run_id": provenance.mlflow_run_id,
         }
+        # A number that is never given twice names the folder. Without a fence there are no numbers, so it is
+        # random.
         name = _name(fence) if fence is not None else uuid.uuid4().hex[:12]
         bundle = Manifest(artifact_prefix(kind, key), name, files, body)
 
@@ -278,6 +281,8 @@ class ArtifactStore:
                     lambda path: (weights or not is_weights(path)) and (record or not is_record(path)),
                 )
                 if not self.is_local:
+                    # The path of a copy has stage, key and digest, but no store. The hosts of a job fetch a
+                    # base model from there.
                     write_atomic(store_file(folder), self._store.url)
                 self._verified[identity] = folder, _stamp(folder)
                 return folder
@@ -345,12 +350,15 @@ class ArtifactStore:
                 f" {', '.join(names[:20]) or 'no files'}; name one of them"
             )
         if local or self.is_local:
+            # With a slash, so that the folder `record` itself is one.
             return str(self.fetch(ref, record=is_record(f"{path}/")) / path)
         return f"{ref.uri}/{path}"
 
     def config(self, ref: ArtifactRef) -> Mapping[str, Any]:
         """Return the configuration of the run that made it. Raises CorruptArtifact if it is gone."""
         config: Mapping[str, Any] = self._present(ref).body["config"]
+        # A checksum does not say who wrote a manifest. Without these sections, `rlhf serve` and `rlhf review`
+        # would end with a KeyError.
         for section in ("data", "model", "ppo", "run"):
             if not isinstance(config.get(section), Mapping):
                 raise CorruptArtifact(
@@ -433,6 +441,7 @@ class ArtifactStore:
                 )
         elif fence is not None:
             try:
+                # The artifact is committed. A store that fails here must not fail the stage.
                 bundles.remove(self._store, artifact_prefix(kind, key), keep=manifest.folder)
             except StoreError as error:
                 log.warning("Leftovers next to the artifact %s/%s stay: %s", kind, key, error.message)
@@ -497,6 +506,7 @@ def _stamp(folder: Path) -> _Stamp:
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
         name = path.relative_to(folder).as_posix()
+        # The time of change: that of modification can be set back, as `cp -p` and `touch` do.
         stamp.append((name, status.st_ino, status.st_size, status.st_ctime_ns))
     return tuple(stamp)
 
@@ -578,6 +588,7 @@ def _find_program(files: tuple[FileEntry, ...]) -> str | None:
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    # JSON has no NaN, so `json_sha256` refuses it. One metric must not cost the artifact.
     bad = [name for name, value in metrics.items() if not math.isfinite(value)]
     if bad:
         log.warning("Metrics that are not finite are left out of the manifest: %s", ", ".join(bad))

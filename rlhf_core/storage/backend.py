@@ -58,6 +58,8 @@ class LocalFiles:
         self._root = root
 
     def put_file(self, source: Path, key: str, *, link: bool, sha256: str | None = None) -> None:
+        # A file that is only linked is synced as well: the manifest after it promises its content, also after
+        # a power cut.
         with self._errors("write", key), replacing(self._root / key, sync=True) as temporary:
             if not (link and linked(source, temporary)):
                 shutil.copyfile(source, temporary)
@@ -79,6 +81,7 @@ class LocalFiles:
             try:
                 return read_bounded(self._root / key, SMALL_BYTES)
             except (FileNotFoundError, NotADirectoryError):
+                # NotADirectoryError: a parent of the key is a file, so there is no object below it.
                 return None
 
     def status(self, key: str) -> ObjectStatus | None:
@@ -87,6 +90,7 @@ class LocalFiles:
                 status = (self._root / key).stat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+        # A bucket has no folders: the beginning of other keys is no object there either.
         if stat.S_ISDIR(status.st_mode):
             return None
         return ObjectStatus(status.st_size, status.st_mtime)
@@ -143,6 +147,7 @@ class LocalFiles:
         try:
             yield
         except FileNotFoundError:
+            # For callers this is the answer that there is no such object, and no failure of the store.
             raise
         except OSError as error:
             reason = error.strerror or str(error)

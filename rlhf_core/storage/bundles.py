@@ -76,6 +76,7 @@ class Manifest:
     @property
     def copy_name(self) -> str:
         """Name of the folder of a local copy."""
+        # `artifacts.parse_artifact_copy` and `StoredArtifact.copy_name` know this form.
         return f"{self.prefix.replace('/', '-')}-{self.digest[:12]}"
 
     @property
@@ -114,6 +115,7 @@ def hash_folder(folder: Path, *, skip: Callable[[str], bool] = lambda path: Fals
         for name in (*folders, *names):
             path = Path(parent, name)
             relative = check_key(path.relative_to(folder).as_posix())
+            # `os.walk` does not enter links to folders, whose files would be left out without a word.
             if path.is_symlink():
                 raise InputError(
                     f"{path} is a symbolic link; only plain files can be stored: copy what it points to."
@@ -151,6 +153,7 @@ class FileDigests:
         before = dict(self._known)
         found = in_parallel(self._digest, [file.absolute() for file in files])
         if self._file is not None and self._known != before and self._file.parent.is_dir():
+            # Without files that are gone: the list would grow with each model that was ever used.
             present = {path: known for path, known in self._known.items() if Path(path).exists()}
             with suppress(OSError):  # without it, the files are read again
                 write_json(self._file, present)
@@ -175,6 +178,7 @@ def in_parallel(call: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
     A stop does not wait for a transfer: the threads are daemons, unlike those of `ThreadPoolExecutor`.
     """
+    # The end of `with` is `terminate`, which does not wait for threads that are in the middle of a call.
     with ThreadPool(_THREADS) as pool:
         # Not `map`, which waits for all items before it raises an error.
         return list(pool.imap(call, items))
@@ -254,6 +258,7 @@ def commit(
         # Look for files that the store has lost before the manifest is created: afterwards it is final.
         missing = find_damage(store, manifest)
         if not missing:
+            # As late as possible: a later attempt may have taken over during the upload.
             may_commit()
             is_complete = True
     except FileNotFoundError as error:
@@ -275,6 +280,8 @@ def commit(
     if store.put_if_absent(f"{prefix}/{MANIFEST}", encode(manifest)):
         failpoint("bundle.committed")
         return manifest
+    # Two processes can upload the same bundle of an outbox: then what the other one has committed is this
+    # one's as well.
     existing = _existing(store, prefix)
     if existing is not None and existing.folder == bundle.folder:
         return existing
@@ -356,6 +363,7 @@ def read(store: Store, prefix: str) -> Manifest | None:
 def check_body(manifest: Manifest, shape: type[BaseModel]) -> None:
     """Raise CorruptArtifact, with the name of the entry, unless the body of a manifest has this shape."""
     try:
+        # Otherwise pydantic takes the text "8" for a number, and readers of `body` get the text.
         shape.model_validate(manifest.body, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -369,6 +377,7 @@ def parse(prefix: str, raw: bytes, uri: str) -> Manifest:
     try:
         content = json.loads(raw)
         checksum = content.pop("checksum")
+        # Judged at the end, because another schema has a message of its own.
         intact = checksum == json_sha256(content)
         schema, folder, digest = content.pop("schema"), content.pop("folder"), content.pop("digest")
         if schema != SCHEMA:
@@ -415,6 +424,8 @@ def find_damage(store: Store, manifest: Manifest) -> str:
             return f"{store.uri(key)}, which is missing"
         if size != entry.size:
             return f"{store.uri(key)} ({size} bytes instead of {entry.size})"
+    # A file more can change what is loaded: transformers looks for an adapter_config.json in every model
+    # folder.
     for key in sorted(sizes):
         if not key.rsplit("/", 1)[-1].startswith(".") and store.exists(key):
             return f"{store.uri(key)}, which is not in the manifest"
@@ -597,6 +608,8 @@ def require_free(folder: Path, size: int, what: str) -> None:
 
 def on_one_disk(one: Path, other: Path) -> bool:
     """Return whether a file of one folder can be linked into the other. The folders need not exist yet."""
+    # Two mounts of one disk have the same number and refuse links. `LocalFiles.put_file` then copies, and a
+    # full disk is its error.
     return existing_parent(one).stat().st_dev == existing_parent(other).stat().st_dev
 
 

@@ -48,6 +48,8 @@ from rlhf_core.types import checkpoint_prefix
 
 log = logging.getLogger(__name__)
 
+# A stage that is asked to stop has 20 s in all (`executors.child.TERM_SECONDS`), also for the end of its step
+# (decision 6).
 LAST_SECONDS = 10.0
 """How long the end of a stage waits for an upload. The next attempt uploads the rest from the outbox."""
 
@@ -162,6 +164,7 @@ class CheckpointStore:
         A damaged one is marked as such and logged as an error, and the one before it is used. Raises
         CorruptArtifact if none is left, and ConfigError if other code wrote it and that is not allowed.
         """
+        # First, because a checkpoint that is still pending is newer than those that the store has.
         self._upload_pending()
         steps, newest = self._steps(), self._newest()
         # By its key, because the listing may lack it.
@@ -178,6 +181,7 @@ class CheckpointStore:
                 manifest = self._read(step)
                 if manifest is None:
                     continue
+                # Before the fetch: a refusal must not wait for a download.
                 self._check_compatible(step, manifest.body)
                 folder = self._fetch(manifest)
                 self._earlier_seconds = float(manifest.body.get("seconds", 0.0))
@@ -298,8 +302,11 @@ class CheckpointStore:
         # With an outbox, the checkpoint is on the local disk before the store is asked for anything.
         if self._outbox is None:
             self._may_commit()
+        # With random digits, because `bundles.commit` takes a bundle in a folder of the same name for this
+        # one: a step that is saved twice would pass for a commit that is repeated.
         name = f"{self._fence.attempt:06d}-{uuid.uuid4().hex[:6]}" if self._fence else uuid.uuid4().hex[:12]
         prefix = self._prefix(step)
+        # Before the files of this host are hashed, so that all hosts hash at the same time.
         wait_for_others = None if self._hosts is None else self._hosts.add(folder, f"{prefix}/{name}")
         # DeepSpeed adds a script to each of its checkpoints. Programs are never stored in a bucket.
         files = bundles.hash_folder(folder, skip=lambda path: path.endswith(".py"))
@@ -401,6 +408,7 @@ class CheckpointStore:
     def _in_background(self, step: int, upload: Callable[[], None]) -> None:
         """Start an upload after the end of the previous one, whose error is raised."""
         if self._background_upload is not None:
+            # Without a limit of its own: `store.retry_seconds` bounds each call of the upload.
             self._background_upload[1].result()
         self._background_upload = step, in_background(upload)
 
@@ -526,6 +534,8 @@ def _pointer(step: int) -> bytes:
 
 def _made_with() -> dict[str, str]:
     """Return what determines the bits of a result, other than configuration and data."""
+    # Sums on a CPU can depend on the number of threads, and other versions of a library can add in another
+    # order.
     return {**versions(), "threads": os.environ.get("OMP_NUM_THREADS", "")}
 
 

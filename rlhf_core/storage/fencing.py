@@ -182,6 +182,8 @@ def renewed(fence: Fence, times: LeaseTimes = LeaseTimes()) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(times.release)
+        # A renewal that arrives after the end would replace it, and observers would wait until the lease runs
+        # out.
         if not thread.is_alive():  # else the store does not answer
             with contextlib.suppress(StoreError):
                 fence.store.put_bytes(lease, _ENDED)
@@ -287,6 +289,7 @@ def _claim(store: Store, stage_key: str, latest: int, held: bool) -> Claim:
     while record.get("stage") == PRUNE and attempt > 1:
         attempt -= 1
         record = _read_record(store, stage_key, attempt)
+    # A claim that cannot be read counts as just begun, so that `rlhf prune` keeps what the stage has left.
     begun, inputs = math.inf, frozenset[str]()
     with contextlib.suppress(*_UNREADABLE):
         begun = datetime.fromisoformat(record["time"]).timestamp()

@@ -22,6 +22,7 @@ from rlhf_core.storage.store import Store
 from rlhf_core.types import CHECKPOINTS, annotations_folder, artifact_prefix, checkpoint_prefix
 
 ARTIFACTS = "artifacts"
+# `config.keys.key_of` makes keys of this form, and `artifacts._ADDRESS` knows it, too.
 _STAGE, _KEY = re.compile("[a-z]+"), re.compile("[0-9a-f]{16}")
 """Names of folders that can be those of a stage and of a key. Others are not of this project."""
 _STEP = re.compile(r"step-(\d{8,})/")
@@ -142,6 +143,7 @@ def add_unlisted(store: Store, inventory: Inventory, names: Collection[ArtifactN
     What they descend from would otherwise look as if nothing needed it.
     """
     artifacts = {artifact.name: artifact for artifact in inventory.artifacts}
+    # Each name is asked for once: damaged stores can have artifacts that name each other.
     asked = set(artifacts)
     named = [*names, *(name for artifact in inventory.artifacts for name in artifact.descends_from)]
     while True:
@@ -198,6 +200,7 @@ def _created(manifest: Manifest) -> float:
     try:
         return datetime.fromisoformat(manifest.body["created"]).timestamp()
     except _NOT_THERE:
+        # Younger than every limit, so that `rlhf prune` keeps it.
         return math.inf
 
 

@@ -43,6 +43,8 @@ class Outbox:
         """
         # `commit` keeps a bundle that is there already.
         self.discard(bundle.prefix)
+        # The fence is asked at the upload. That would be a request to the store, which may not answer, and
+        # what was trained is to be on the disk before.
         bundles.commit(self._pending, bundle, source, may_commit=lambda: None)
 
     def pending(self, root: str) -> list[str]:
@@ -78,6 +80,7 @@ class Outbox:
             may_commit()  # also before the upload, which would be useless for a superseded attempt
             committed = bundles.commit(self._store, manifest, source, may_commit=may_commit)
         except CorruptArtifact as error:
+            # The files on the disk are not those of the manifest: no other try can upload them.
             self._mark(prefix, error)
             return None
         except StoreError as error:

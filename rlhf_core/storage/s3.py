@@ -50,6 +50,8 @@ _CONCURRENCY = 4
 _LONGEST_PAUSE = 5.0
 _PART_TRIES = 5
 """Attempts at one part of a large file, each with the retries of botocore and s3fs."""
+# s3fs makes EINVAL of InvalidRequest and InvalidArgument, and ENOSYS of NotImplemented: servers differ in how
+# they refuse a conditional put.
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound",
                    "UnauthorizedSSOTokenError", "SSOTokenLoadError", "TokenRetrievalError")  # fmt: skip
@@ -186,6 +188,7 @@ def _bounded_class(limits: S3Limits, part_retry_seconds: float) -> Any:
             """Return the content of an object of at most `limits.small_bytes`."""
             bucket, key, _ = self.split_path(path)
             body = (await self._call_s3("get_object", Bucket=bucket, Key=key))["Body"]
+            # Counted while it comes: an endless answer would use all memory (decision 6).
             content = bytearray()
             try:
                 while part := await body.read(2**16):
@@ -233,6 +236,8 @@ def _size_limit(limit: int | None, allow: Callable[[float], None]) -> Any:
     return SizeLimit()
 
 
+# Not an attribute of the client, through which several threads upload. fsspec runs each upload as a task, and
+# the tasks of its parts begin with a copy of its context.
 _digest_of_upload: ContextVar[Any] = ContextVar("digest_of_upload", default=None)
 
 
@@ -501,6 +506,7 @@ def _is_temporary(error: BaseException) -> bool:
 
 
 def _log_retry(what: str, state: RetryCallState) -> None:
+    # Warnings reach the user's terminal. An outage of minutes would fill it.
     level = logging.WARNING if state.attempt_number == 1 else logging.DEBUG
     log.log(level, "%s (%s); trying again.", what, _reason(_error_of(state)))
 
@@ -526,6 +532,7 @@ class _TooMuch(OSError):
 
 @functools.cache
 def _client_errors() -> tuple[type[Exception], ...]:
+    # Not at the top: a run with a local store needs none of these.
     import aiohttp
     from botocore.exceptions import BotoCoreError, ClientError
     from s3fs.core import S3_RETRYABLE_ERRORS

@@ -222,6 +222,7 @@ def _open(url: str, endpoint: str | None, retry_seconds: float, s3_limits: S3Lim
     if url.startswith("s3://"):
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
         return S3Objects(bucket, prefix.strip("/"), s3_endpoint(endpoint), retry_seconds, s3_limits)
+    # Absolute from here on, because ranks, agents and servers have other working folders.
     return LocalFiles(Path(url.removeprefix("file://")).expanduser().absolute())
 
 

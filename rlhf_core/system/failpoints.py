@@ -23,6 +23,8 @@ from collections import Counter
 from pathlib import Path
 
 _FAULT = re.compile(r"[\w.]+:\d+:\w+")
+# `tests.chaos` measures a recovery by the processes that began after a kill. Other ranks and engines live on
+# and pass the same point, and a pid can be used again.
 _STARTED = time.time()
 _seen: Counter[str] = Counter()
 
@@ -35,6 +37,7 @@ def is_well_formed(faults: str) -> bool:
 def failpoint(name: str, *acts: str) -> str | None:
     """Return the action of this pass, or None. `acts` are the actions that the caller applies itself."""
     wanted, trace = os.environ.get("RLHF_FAIL", ""), os.environ.get("RLHF_FAIL_TRACE")
+    # Failpoints are in the loops of training. Without a fault they cost two look-ups (decision 22).
     if not wanted and trace is None:
         return None
     _seen[name] += 1

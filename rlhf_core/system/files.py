@@ -118,6 +118,8 @@ def unfit(path: Path | str, limit: int | None = None) -> OSError | None:
 def exists(path: Path | str) -> bool:
     """Return whether there is a file or folder at `path`. False for a text that cannot be a path."""
     try:
+        # In Python 3.11 it raises for a name that is too long and in a folder that cannot be searched. Texts
+        # of a configuration can be both.
         return Path(path).exists()
     except (OSError, ValueError, RuntimeError):
         return False
@@ -235,6 +237,7 @@ def linked(source: Path, target: Path) -> bool:
 @contextmanager
 def _temporary_name(path: Path) -> Iterator[Path]:
     """Yield an unused name next to `path`, and afterwards remove the file that has it."""
+    # Not from the pid: hosts and containers that share the folder can have processes with the same one.
     temporary = path.parent / f"{TEMPORARY}{uuid.uuid4().hex}"
     try:
         yield temporary
@@ -253,6 +256,8 @@ def _write_new(path: Path, data: bytes, *, sync: bool = False, private: bool = F
         if sync:
             fsync(path)
     except OSError:
+        # On a full disk an incomplete file would stay, and `create_once` would take it for that of another
+        # process from then on.
         path.unlink(missing_ok=True)
         raise
 
@@ -290,6 +295,8 @@ def json_sha256(content: Any) -> str:
 
 def fsync(path: Path) -> None:
     """Write a file's content, or a folder's entries, to the disk."""
+    # Read-only, because a folder cannot be opened for writing. Linux syncs all that was written to a file
+    # through such a descriptor, too.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -316,12 +323,14 @@ def held(folder: Path) -> Iterator[None]:
 
     Several processes can hold one folder.
     """
+    # Beside the folder and not in it: `delete_abandoned` deletes the folder while it holds the lock.
     lock = folder.with_name(folder.name + _SUFFIX)
     lock.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             try:
+                # It can wait, but only for a deletion that is under way.
                 fcntl.flock(file, fcntl.LOCK_SH)
             except OSError as error:
                 # `delete_abandoned` cannot lock the file either, and leaves the folder.
@@ -351,6 +360,8 @@ def delete_abandoned(parent: Path, names: str = "*") -> None:
                 if folder.exists():
                     log.info("%s is deleted: the processes that used it have ended", folder)
                     shutil.rmtree(folder, ignore_errors=True)
+                # Last: after a kill in between, the lock is found again, and with it what is left of the
+                # folder.
                 lock.unlink()
 
 

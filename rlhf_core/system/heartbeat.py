@@ -279,6 +279,7 @@ class Monitor:
     def busy(self) -> bool:
         """Return whether any participant other than this process is working."""
         for participant in self._all():
+            # This process reports its wait as an activity, which is no sign that the wait will end.
             if participant.state == "running" and participant.activity and not _is_this_process(participant):
                 return True
         return False
@@ -293,6 +294,8 @@ class Monitor:
             waiting_for: The thing that the caller waited for.
             limit: The setting that bounds the wait.
         """
+        # The last poll is up to half a second old. A process that has died since then, and broke the call of
+        # another one, must be the one that is named.
         self._poll(0.0, fresh=True)
         if not self._saved:
             self.save_stacks()
@@ -340,6 +343,8 @@ class Monitor:
                 self._other_hosts.kill(names)
             with self._lock:
                 for participant in killed:
+                    # A file that stays would be read by the next poll, which would report the killed process
+                    # as dead.
                     _heartbeat_file(self.folder, participant.name).unlink(missing_ok=True)
                     self._participants.pop(participant.name, None)
 
@@ -374,6 +379,8 @@ class Monitor:
     def _poll(self, passed: float, *, fresh: bool = False) -> None:
         """Read all heartbeat files; `passed`: seconds since the last poll."""
         with self._polling:
+            # Without `_lock`, which every look at the participants needs: the other hosts can take seconds to
+            # answer.
             elsewhere = (
                 [] if self._other_hosts is None else self._other_hosts.participants(passed, fresh=fresh)
             )
@@ -389,6 +396,8 @@ class Monitor:
                     if previous is not None and _unchanged(previous, participant):
                         participant.seconds = previous.seconds + passed
                     self._participants[name] = participant
+                # In place of local records with these names: hosts that share the folder read each other's
+                # files, but only the host of a process can look it up.
                 self._participants.update({each.name: each for each in elsewhere})
 
 

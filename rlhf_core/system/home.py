@@ -84,6 +84,8 @@ def make_attempt_folders(work: Path) -> tuple[Path, Path]:
     """
     output, scratch = output_folder(work), work / "scratch"
     for folder in (output, scratch):
+        # Not `exist_ok`: no two attempts have one folder, and what another one left in the output would be
+        # published.
         folder.mkdir(parents=True)
     return output, scratch
 

@@ -162,6 +162,7 @@ class Machine:
             return []
         command = ["nvidia-smi", "-L"]
         try:
+            # A driver that hangs must not hold up the checks before a run, which a person waits for.
             listed = subprocess.run(command, capture_output=True, text=True, timeout=3, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return []

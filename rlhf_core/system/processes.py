@@ -45,6 +45,7 @@ class ProcessId:
     def of(cls, pid: int) -> ProcessId | None:
         """Return the identity of the process that has `pid` now, or None."""
         fields = _stat(pid)
+        # Field 22 of proc(5), `starttime` in clock ticks: the list begins with field 3.
         return cls(pid, int(fields[19]) / _TICKS) if fields else None
 
     def alive(self) -> bool:
@@ -58,11 +59,13 @@ class ProcessId:
     def _state(self) -> bytes:
         """Return the kernel's letter for the state of the process; empty if another one has its pid now."""
         fields = _stat(self.pid)
+        # Equal and not close: both are quotients of the same integers, and JSON gives a float back as it was.
         return fields[0] if fields and int(fields[19]) / _TICKS == self.started else b""
 
     def send(self, signum: int) -> None:
         """Send a signal to the process if it is running."""
         if self.alive():
+            # Since the look at `/proc` the pid can have become free, or that of another user's process.
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signum)
 
@@ -128,6 +131,8 @@ class RecordedProcess(NamedTuple):
             return None
         if self.machine == own.machine:
             return ProcessId(self.pid, self.started).alive()
+        # Only another boot proves the end. A restart of a container changes the second word too, and a
+        # process can go on in the namespace of before.
         same_boot = self.machine.split()[:1] == own.machine.split()[:1]
         if self.installation and self.installation == own.installation and not same_boot:
             return False  # the host has been restarted
@@ -136,6 +141,8 @@ class RecordedProcess(NamedTuple):
 
 def free_port(preferred: int = 0) -> int:
     """Return `preferred` if no process listens on it on loopback, and another free port otherwise."""
+    # Nothing holds the port for the server that gets it: `mlflow server` listens in a child that inherits no
+    # socket (decision 14).
     for port in (preferred, 0):
         with socket.socket() as probe, suppress(OSError):
             # A port in TIME_WAIT after the end of its server is free.
@@ -214,6 +221,8 @@ folder.
 
 def python_module(name: str) -> list[str]:
     """Return the command that runs the module `name` in a separate process."""
+    # `-m` puts the working folder first on the search path. `-P` prevents that also in an environment without
+    # SAFE_PATH.
     return [sys.executable, "-P", "-m", name]
 
 

@@ -77,6 +77,7 @@ class OwnAddressOnly:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # `lifespan` is the start and the end of the server: it is no request and has no headers.
         if scope["type"] == "lifespan" or has_own_origin(scope["headers"]):
             await self._app(scope, receive, send)
         else:
@@ -96,14 +97,19 @@ async def _refuse(scope: Scope, send: Send, status: int, body: bytes, *headers: 
 
 def has_own_origin(headers: list[tuple[bytes, bytes]]) -> bool:
     """Return whether the headers name a loopback host and no other origin."""
+    # A header can have any bytes. latin-1 decodes all of them, where an error would become an answer with
+    # status 500.
     hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     origins = [value.decode("latin-1").lower() for name, value in headers if name == b"origin"]
+    # RFC 9112 forbids several: what has checked the first one could pass the request to what obeys the last
+    # one.
     if len(hosts) != 1:
         return False
     name, _, port = hosts[0].rpartition(":")
     # `localhost` and `[::1]` without a port: the last colon, if there is one, is part of the address.
     if not port.isdigit():
         name = hosts[0]
+    # `null`, which sandboxed pages and local files send, is refused like every other origin.
     return is_loopback(name) and all(origin == f"http://{hosts[0]}" for origin in origins)
 
 

@@ -39,6 +39,8 @@ def seconds_since_boot() -> float:
     """Return the time in the unit of `ProcessId.started`, which a change of the system's clock does not
     affect.
     """
+    # Not CLOCK_MONOTONIC, which stands still while the machine is suspended. The start times in /proc count
+    # that time.
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
