@@ -108,4 +108,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    # The default has only what was imported so far: names would be missing in the completion of a console.
     return sorted({*globals(), *__all__})

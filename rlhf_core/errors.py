@@ -62,6 +62,7 @@ def checking(what: str) -> Iterator[None]:
 def guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """Yield `findings`. An exception that finding them raises becomes one more finding, about `what`."""
     try:
+        # Around the iteration: a check is a generator, whose code runs only while its findings are taken.
         with checking(what):
             yield from findings
     except InputError as error:
@@ -190,6 +191,8 @@ def _with_subclasses(kind: type[RLHFError]) -> Iterator[type[RLHFError]]:
         yield from _with_subclasses(subclass)
 
 
+# Made once, at the end of the tree: a subclass in another module would arrive in another process as
+# `StageFailed`, which is retried.
 _BY_NAME = {kind.__name__: kind for kind in _with_subclasses(RLHFError)}
 
 _BUGS = (
@@ -209,7 +212,10 @@ def classified(error: BaseException, where: str = "") -> RLHFError:
     """Return `error` if it is an RLHFError, else one with its class and message, and `where` before them."""
     if isinstance(error, RLHFError):
         return error
+    # What is unknown is tried again: one retry costs less than a run that ends (decision 10).
     kind = UnexpectedError if isinstance(error, _BUGS) else InfrastructureError
+    # By the text: the class of CUDA's error is in torch, which processes without a model do not import, and
+    # on the CPU torch raises a plain RuntimeError.
     if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
         kind = OutOfMemory
     return kind(f"{where}: {type(error).__name__}: {error}" if where else f"{type(error).__name__}: {error}")

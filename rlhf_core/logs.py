@@ -34,18 +34,21 @@ def set_up_logging(home: Home) -> Console:
     # Prefect and MLflow read these variables when they are imported, which happens later.
     os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "CRITICAL"
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    # Standard output belongs to results that programs read, such as `rlhf plan --json`.
     console = Console(stderr=True)
     home.logs.mkdir(parents=True, exist_ok=True)
     file = RotatingFileHandler(home.logs / "rlhf.log", maxBytes=2_000_000, backupCount=2, encoding="utf-8")
     file.setFormatter(ScrubbingFormatter(LOG_FORMAT))
     terminal: logging.Handler = logging.StreamHandler(sys.stderr)
     if console.is_terminal:
+        # No markup: rich takes a list in a message, such as [a, b], for a style, and shows nothing of it.
         terminal = RichHandler(
             console=console, show_time=False, show_level=False, show_path=False, markup=False
         )
     terminal.setFormatter(ScrubbingFormatter())
     # The command prints its error itself.
     terminal.addFilter(lambda record: record.exc_info is None)
+    # Not the root logger, to which the lines of all libraries propagate.
     for name in ("flows", "rlhf_cli", "rlhf_core"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)

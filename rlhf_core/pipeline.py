@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_core.errors import InputError
 
+# Written out, because a type checker reads literals only. The names and their order are those of `_TABLE`.
 StageName = Literal[
     "data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate", "benchmark", "register"
 ]  # fmt: skip
@@ -220,7 +221,9 @@ _TABLE = (
         always_in_key=True,
         headline=("scores", "kl", "policy/entropy", "rollout/length"),
         memory_fields=(MemoryField("ppo.micro_batch_tokens"), *_ENGINE_MEMORY),
+        # Ranks and engines are actors with imports of their own. This process loads no model.
         imports=("pyarrow.parquet", "ray"),
+        # On CPUs, starting Ray is a quarter of the time until all models of PPO are loaded (decision 28).
         preparation="rlhf_core.cluster.connect:start_ray",
     ),
     Stage(
@@ -245,6 +248,7 @@ _TABLE = (
         "evaluate",
         "rlhf_core.stages.evaluate:run",
         version=19,
+        # `ppo` has engines, temperature and rewards of the evaluation, also without PPO (decision 41).
         sections=("evaluate", "ppo"),
         inputs=("data", "sft", "reward", "judge", "dpo", "ppo"),
         sources=("ppo.", "evaluate."),

@@ -95,6 +95,7 @@ def check(
         ("run.executor", check_executors),
         ("benchmark", lambda config: check_benchmark(config, stages)),
     )
+    # Last, because it suggests changes of a configuration that is otherwise right.
     last = ("memory", memory or (lambda config: check_memory(config, stages)))
     parts = (*addresses, *contents, *devices, last) if this_machine else (*contents, last)
     # By message: two checks that read the same file can find the same problem.
@@ -114,6 +115,7 @@ def check(
 
 def check_addresses(config: PipelineConfig) -> Iterator[Finding]:
     """Check that no address has credentials, and that `run.home` can be written to."""
+    # By alias: the attribute `register_` is the section `register` in the file that the message is about.
     for path, text in texts(config.model_dump(mode="json", by_alias=True)):
         if problem := credential_problem(text, "give them by environment variables or a role"):
             yield ConfigError(f"{'.'.join(map(str, path))}: {problem}")
@@ -157,11 +159,14 @@ def _check_http_variables() -> Iterator[Finding]:
     """Check that a client of httpx, which Prefect uses, can be created with the variables that it reads."""
     certificates = os.environ.get("SSL_CERT_FILE")
     proxies = [name for name, value in os.environ.items() if value and name.upper() in _PROXIES]
+    # Creating a client takes a quarter of a second, and most machines have none of these variables.
     if not (certificates or proxies):
         return
     import httpx
 
     try:
+        # httpx checks certificates and proxies only when it creates a client. Without this, Prefect would
+        # fail with an error of httpx after the run has begun.
         httpx.Client().close()
     except OSError as error:
         yield ConfigError(

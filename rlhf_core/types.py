@@ -142,6 +142,7 @@ class Numbers(Sequence[_T]):
     """
 
     def __init__(self, array: Any) -> None:
+        # A view has a flag of its own: the array of the caller stays writable.
         self._array = array.view()
         self._array.flags.writeable = False
 
@@ -159,6 +160,7 @@ class Numbers(Sequence[_T]):
     @override
     def __getitem__(self, index: Any) -> Any:
         found = self._array[index]
+        # `item` gives a Python number. JSON cannot encode those of numpy.
         return Numbers(found) if isinstance(index, slice) else found.item()
 
     @override
@@ -175,6 +177,7 @@ class Numbers(Sequence[_T]):
         return tuple(self).index(value, start, stop)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        # NumPy 2 passes None for "a copy only where it is needed", which is False for `astype`.
         return self._array.astype(dtype or self._array.dtype, copy=bool(copy))
 
     def __add__(self, other: Numbers[_T] | tuple[_T, ...]) -> tuple[_T, ...]:

@@ -141,6 +141,7 @@ def group_advantages(scores_B: Tensor, groups_B: Tensor, kind: GroupKind, eps: f
         return x.new_zeros(len(ids)).index_add_(0, group, torch.where(valid, x, 0.0))[group]
 
     def group_extreme(reduce: str, absent: float) -> Tensor:
+        # Not the scores themselves: amin and amax would pass a NaN on to its whole group.
         seen = torch.where(valid, scores, absent)
         return scores.new_full((len(ids),), absent).scatter_reduce_(0, group, seen, reduce)[group]
 

@@ -46,6 +46,7 @@ def effective_count(values: Sequence[float], groups: Sequence[str] | None, confi
     if len(grouped) == 1 or single == 0:
         return float(len(grouped))
     summed = sum((sum(group) - len(group) * mean) ** 2 for group in grouped)
+    # Few groups can vary less than single values by chance. That must not give more values than there are.
     design_effect = max(1.0, summed / single)
     return len(values) / design_effect / widening(len(values), len(grouped), confidence) ** 2
 
@@ -57,8 +58,11 @@ def widening(count: int, groups: int, confidence: float) -> float:
     >>> round(widening(count=100, groups=5, confidence=0.95), 2)
     1.56
     """
+    # Here, because importing scipy takes about a second of CPU time, and many callers have no groups.
     from scipy.special import stdtrit
 
     quantile = (1 + confidence) / 2
+    # Each sample variance has its own correction: groups / (groups - 1), and count / (count - 1) for single
+    # values. This is the root of their quotient.
     unbiased = math.sqrt(groups * (count - 1) / ((groups - 1) * count))
     return unbiased * float(stdtrit(groups - 1, quantile) / stdtrit(count - 1, quantile))

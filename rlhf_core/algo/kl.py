@@ -99,6 +99,7 @@ class AdaptiveKL:
             return
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         factor = 1.0 + error * n_sequences / self.horizon
+        # `PPOConfig.problems` refuses such a horizon before the run. This is for other callers.
         if factor <= 0:
             raise ValueError(
                 f"horizon must be above n_sequences / 5 ({n_sequences / 5:g}), "

@@ -172,6 +172,7 @@ def policy_loss(
         per_token = per_token * select(weights, mask).detach()
 
     loss = aggregate(per_token, mask, aggregation, denominator)
+    # Strictly above: both are equal at ratio 1, so that nothing counts as clipped in the first minibatch.
     return PolicyLoss(loss, *_policy_metrics(clipped > plain, new, old, mask))
 
 
@@ -394,9 +395,12 @@ def reward_model_loss(
     gap = chosen - rejected
     if margin_B is not None:
         gap = gap - margin_B
+    # Not log(sigmoid(gap)): in float32 the sigmoid of a gap below about -89 is 0, and the loss infinite.
     per_pair = -logsigmoid(gap)
     if center != 0.0:
         per_pair = per_pair + center * (chosen + rejected).square()
+    # Not `mean`, which is NaN for a micro-batch without pairs. A rank can have one, because all ranks have
+    # the same number of micro-batches, and its loss must be 0 and have a graph.
     return divide(per_pair.sum(), max(per_pair.numel(), 1))
 
 
@@ -474,6 +478,7 @@ def robust_dpo_loss(
     """
     h = beta * _gap(policy_chosen_B, policy_rejected_B, ref_chosen_B, ref_rejected_B)
     right, wrong = logsigmoid(h), logsigmoid(-h)
+    # The field `dpo.label_smoothing` ends at 0.49, which keeps this divisor above 0.
     per_pair = (label_smoothing * wrong - (1.0 - label_smoothing) * right) / (1.0 - 2.0 * label_smoothing)
     return _mean_of_pairs(per_pair, denominator)
 

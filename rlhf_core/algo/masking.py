@@ -41,6 +41,7 @@ def divide(total: Tensor, denominator: Tensor | float) -> Tensor:
     >>> divide(torch.tensor(3.0), 2)
     tensor(1.5000)
     """
+    # torch promotes tensors without axes to the wider type: a count in float64 would widen the loss.
     if isinstance(denominator, Tensor):
         denominator = denominator.to(total.dtype)
     return total / denominator

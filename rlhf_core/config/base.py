@@ -75,6 +75,7 @@ class Section(BaseModel):
         for path, value in values.items():
             name, _, rest = path.partition(".")
             if rest:
+                # Several paths can be in one section: the second continues from what the first has changed.
                 section: Section = changed.get(name, getattr(self, name))
                 value = section.with_values({rest: value})
             changed[name] = value
@@ -174,6 +175,7 @@ def divisors_near(total: int, wanted: int) -> list[int]:
     divisors: list[int] = []
     # `total` can be 10^9, so not all its divisors are tried.
     for distance in range(10_000):
+        # A set, because both are the same number at distance 0.
         for candidate in sorted({start - distance, start + distance}):
             if 1 <= candidate <= total and total % candidate == 0:
                 divisors.append(candidate)
@@ -234,6 +236,8 @@ def server_problem(url: str) -> str | None:
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return "it must be http(s)://host[:port]/path"
+    # `urlsplit` removes line feeds and tabs without a word, and a client may not: the host that is checked
+    # would be another one.
     if not whole or any(char.isspace() or not char.isprintable() for char in url):
         return "it must be http(s)://host[:port]/path"
     return _host_problem(host_of(url))
@@ -249,6 +253,7 @@ def _host_problem(host: str) -> str | None:
         return None
     except ValueError:
         pass
+    # A dot at the end is the root of DNS. The lengths, here and in `_LABEL`, are those of RFC 1035.
     labels = host.removesuffix(".").split(".")
     if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)):
         return (
@@ -258,6 +263,7 @@ def _host_problem(host: str) -> str | None:
     if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):
         return "its host must be written as four decimal numbers without leading zeros, such as 127.0.0.1"
     for label in labels:
+        # httpx decodes such a label when the host is read, and would raise an error in the middle of a run.
         if label.startswith("xn--"):
             try:
                 label.encode("ascii").decode("idna")

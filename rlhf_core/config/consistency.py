@@ -54,6 +54,7 @@ def check_consistency(config: PipelineConfig) -> Iterator[Finding]:
             "sample.judge: judge_model needs reward.judge; got none; add reward.judge={}, or use reward"
         )
     yield from _labels_of_people(config)
+    # DeepSpeed has one group for hpZ in a process, and refuses to make another (`engines.sharding`).
     if ppo.colocate == "all" and ppo.uses_critic and ppo.policy_deepspeed.hpz != ppo.critic_deepspeed.hpz:
         yield ConfigError(
             f"ppo.critic_deepspeed.hpz: must be that of the policy ({ppo.policy_deepspeed.hpz}) where both"
@@ -170,11 +171,14 @@ def sharding_problems(field: str, deepspeed: DeepSpeedConfig) -> Iterator[Config
         return
     # float32 sums of 16-bit gradients: DeepSpeed 0.19 supports them under ZeRO 2 and 3, without offload.
     rule = f"{field}.grad_accum_dtype: float32 needs"
+    # Without ZeRO DeepSpeed refuses it, and under ZeRO 1 its optimizer does not skip gradients that are not
+    # finite (decision 7).
     if deepspeed.zero_stage < 2:
         yield ConfigError(
             f"{rule} {field}.zero_stage 2 or 3; got {deepspeed.zero_stage}; set zero_stage=2, also on one"
             " rank, or leave it out"
         )
+    # DeepSpeed ignores the setting with offload (decision 7).
     if deepspeed.offload != "none":
         yield ConfigError(f"{rule} {field}.offload=none; got {deepspeed.offload}; set it, or leave it out")
 
@@ -347,6 +351,7 @@ def _average(ppo: PPOConfig) -> Iterator[str]:
     if ppo.publish != "average" or ppo.ema_decay is None:
         return
     steps = ppo.policy_optimizer_steps
+    # The average starts as a copy of the SFT model, and each step multiplies the share of that by the decay.
     weight = ppo.ema_decay**steps
     if weight > _LARGEST_INITIAL_WEIGHT:
         # Rounded down, so that the suggested value causes no warning.

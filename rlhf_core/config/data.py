@@ -95,6 +95,7 @@ def fitted_limits(given: GivenLimits, needed: Limits, context: int) -> Limits:
         kept_free = response
         if kept_free is None:
             kept_free = min(needed.response, context - context // 2)
+        # The responses of PPO follow the same prompts, and may be longer.
         kept_free = max(kept_free, given.new or 0)
         prompt = max(1, min(needed.prompt, context - kept_free))
     if response is None:
@@ -198,6 +199,7 @@ class DataConfig(Section):
     """
     chat_template: UserPath | None = content(None)
     """A Jinja file that replaces the tokenizer's chat template"""
+    # No default: kept, they make a policy of another kind; dropped, half a set can be lost (decision 53).
     thoughts: Thoughts | None = result(None, later=True)
     """What the assistant thinks before it answers: `reasoning_content` of a message, or
     `<think>...</think>` at the beginning of its text. `keep`: a part of the answer, which is trained, scored,
@@ -220,6 +222,7 @@ class DataConfig(Section):
     """Share of the groups of related prompts held out, the same in all three sets. Rows of a group have the
     same first user message, or the same field `group`
     """
+    # Apart from `run.seed`: no champion was trained on a later candidate's held-out prompts (decision 18).
     split_seed: NonNegativeInt = result(0)
     """Determines, together with the group of a prompt, whether it is held out. The held-out prompts are the
     same for every `run.seed`

@@ -42,6 +42,7 @@ class LanguageModelConfig(ChatServiceConfig):
     """
     pairs: PositiveInt = result(100, within=Range(10, 100_000, "with fewer, chance decides"))
     """Held-out preference pairs that the agreement is measured with, or all if there are fewer"""
+    # In no key: an evaluation that is reused must meet it as well (`stages.gates`).
     min_agreement: PositiveFloat = execution(0.6, within=Range(0.51, 1.0, "agreement by chance is 0.5"))
     """If the judge agrees with less than this share of the held-out pairs, or not significantly more often
     than by chance, the stage `evaluate` fails. A pair on which the judge has no preference counts half
@@ -126,6 +127,7 @@ class EvaluateConfig(Section):
         0.95, within=Range(0.5, 0.999, "no interval has the level 1, and levels below 0.5 are not useful")
     )
     """Level of the intervals"""
+    # Nobody configures a language model that is not to judge, so `auto` begins with it (decision 8).
     judge: Literal["auto", "language_model", "gold", "judge_model", "reward_model", "rules"] = result("auto")
     """The judge of a win. `auto`: the language model if there is one, else the true reward if there is one,
     else the second reward model (`reward.judge`), else the reward model, else the rules
@@ -193,6 +195,7 @@ class SampleConfig(Section):
 
     answers: PositiveInt = result(4, within=Range(2, 1024, "a pair needs two, and all are held in memory"))
     """Answers to each prompt"""
+    # Not that of `register.policy`, which would change the keys of existing configurations (decision 48).
     policy: SampledStage = result("ppo", later=True)
     """The stage whose model answers: `ppo` or `dpo`, if it is enabled, or `sft` for the SFT model alone. With
     `dpo` and `sft`, a run that ends at `sample` (`--until`) leaves PPO out
@@ -232,6 +235,7 @@ class RegisterConfig(Section):
     """
     min_win_rate: Fraction = result(0.5)
     """Against SFT; below this value the alias `champion` is not set"""
+    # Few prompts are no evidence: winning two of two has p = 0.25 (decision 37).
     min_prompts: NonNegativeInt = result(50)
     """A match or evaluation with fewer prompts does not set the alias `champion`"""
     alpha: PositiveFloat = result(

@@ -194,6 +194,7 @@ def given_tracking_uri(config: PipelineConfig) -> str | None:
 
 def tracking_uri(config: PipelineConfig) -> str:
     """Return the given tracking URI, else that of an SQLite file in `run.home`."""
+    # Absolute, because a relative path is another database in another working folder.
     return given_tracking_uri(config) or f"sqlite:///{Home(Path(config.run.home).absolute()).mlflow_database}"
 
 
@@ -287,6 +288,7 @@ def result_settings(section: Section) -> dict[str, Any]:
             settings[key] = [result_settings(item) for item in value]
         else:
             settings[key] = dump[key]
+    # In a second pass, when all settings that can be inherited are known.
     for name, field in type(section).model_fields.items():
         if declared(field, "inherits") and name in settings:
             own: dict[str, Any] = settings[name]

@@ -41,6 +41,7 @@ GROUP = 8
 """Samples of a prompt where an algorithm compares them, as in TRL."""
 CPU_RESPONSES = 64
 """Responses of a step on CPUs, those of PPO's default."""
+# By name: the compute capability needs torch, which reading a configuration must not import.
 _BEFORE_AMPERE = re.compile(r"\b(T4|T10|V100|P100|P40|P4|K80|TITAN|GTX|Quadro)\b|RTX (20\d\d|[3-8]000$)")
 """Names of GPUs without bfloat16."""
 
@@ -118,6 +119,7 @@ def _build(document: Document, overrides: Sequence[str]) -> PipelineConfig:
             problems.append(f"{place(path)}: {dotted(path)}: {problem}")
     problems.extend(f"{place(path)}: {sentence}" for path, sentence in out_of_range(tree))
     with checking(f"{document.name}: the configuration"):
+        # Derived defaults first: after the merge nothing tells what the user has given.
         complete = _merged(_with_derived(tree), json.loads(_default_json()))
         try:
             # From JSON: strict validation of Python objects would refuse the lists of YAML for tuples.
@@ -160,6 +162,7 @@ def _find_beside(tree: dict[str, Any], folder: Path | None) -> None:
     """
     if folder is None:
         return
+    # A list, because the tree is changed on the way.
     for path, value in list(texts(tree)):
         is_short = path == ("model",) or (path[:1] == ("data",) and path[1:2] and path[1] in SETS)
         field = path[:-1] if isinstance(path[-1], int) else path  # an item of a list of paths
@@ -218,6 +221,7 @@ def _with_derived(tree: dict[str, Any]) -> dict[str, Any]:
     """Fill the defaults that depend on the device or on other settings."""
     on_gpu = uses_gpu(_at(tree, "run", "device") or "auto")
     _fill_precisions(tree, on_gpu)
+    # Before the judge: it gets the settings of the reward model, and a rate that is there is not filled.
     _fill_adapter_rates(tree)
     _complete_judge(tree)
     _fill_ppo(tree, on_gpu)
@@ -259,6 +263,7 @@ def _fill_adapter_rates(tree: dict[str, Any]) -> None:
             _fill(tree, f"{optimizer}.learning_rate", rate)
     if isinstance(_at(tree, "reward", "judge", "lora"), dict) and _at(tree, "reward", "lora") is None:
         rate = _at(tree, "reward", "optimizer", "learning_rate")
+        # Not given, or wrong: then the validation reports it.
         if not isinstance(rate, float):
             rate = defaults["reward"]["optimizer"]["learning_rate"]
         _fill(tree, "reward.judge.optimizer.learning_rate", adapter_rate(rate))
@@ -274,6 +279,7 @@ def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
         if not on_gpu:
             ppo.setdefault("prompts_per_step", CPU_RESPONSES // GROUP)
     samples = ppo.get("samples_per_prompt", 1)
+    # Nothing is validated yet. A wrong value stays as it is, for the message.
     if on_gpu and isinstance(samples, int) and samples > 0:
         ppo.setdefault("steps", 200)
         prompts = ppo.setdefault("prompts_per_step", max(1, 512 // samples))
@@ -381,6 +387,7 @@ def _path(key: str, name: str) -> Keys:
     for step in key.split("."):
         parent = locate(steps).schema
         if parent is not None and parent.get("type") == "array":
+            # `isdigit` alone is true for `²`, which `int` refuses.
             if not (step.isascii() and step.isdigit() and len(step) < 5):
                 raise ConfigError(
                     f"{name}: {dotted(steps)} is a list; got {shown(step)}; use an index, such as"

@@ -69,6 +69,7 @@ _FIELD_IN_MESSAGE = re.compile(r"[a-z_]+(\.[a-z_]+)+")
 # The schema
 
 
+# Pydantic takes 0.1 s and more to make it, and a message looks into it many times.
 @cache
 def root() -> Schema:
     """Return the schema of the whole configuration."""
@@ -126,6 +127,7 @@ def child(schema: Schema, step: str | int) -> Schema | None:
     if "properties" in schema:
         found = schema["properties"].get(step)
     elif "prefixItems" in schema and isinstance(step, int):
+        # An index beyond the end gets the rule of the last item, for the message about it.
         found = schema["prefixItems"][min(step, len(schema["prefixItems"]) - 1)]
     elif "items" in schema and isinstance(step, int):
         found = schema["items"]
@@ -327,6 +329,7 @@ def _format_error(problem: ErrorDetails, place: Place) -> str:
         named = _FIELD_IN_MESSAGE.match(text)
         if named:
             return f"{place(tuple(named[0].split('.')))}: {text}"
+        # A rule such as `min must be ...` begins with its field, whose whole path stands before it.
         return f"{start}: {text.removeprefix(f'{at.path[-1]} ') if at.path else text}"
     if (kind == "extra_forbidden" or _is_key(problem)) and at.section is not None:
         return f"{place(at.path)}: {unknown(at.path, at.section, at.variant)}"
@@ -513,6 +516,7 @@ def editor_schema() -> Schema:
 
     Rules between fields are not in it.
     """
+    # A copy of the whole tree, because `root` is cached and the sources below are changed.
     schema: Schema = _plain(json.loads(json.dumps(root())))
     text = {"type": "string", "minLength": 1}
     schema["properties"]["model"] = {"anyOf": [schema["properties"]["model"], text]}

@@ -42,6 +42,7 @@ from rlhf_core.system.machine import machine
 
 Executor = Literal["local", "ray", "kuberay", "slurm"]
 
+# The form of a label's value in Kubernetes.
 _LABEL = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
 _LABEL_FORM = "1 to 63 letters, digits, `.`, `_` and `-`"
 _WORD = r"^[A-Za-z0-9][A-Za-z0-9_.,+-]{0,99}$"
@@ -184,6 +185,7 @@ class RunConfig(Section):
     """What the whole run may use; null: no limit"""
     timeouts: TimeoutsConfig = execution(TimeoutsConfig())
     """When a process counts as stalled"""
+    # NCCL_ALGO, for one, decides in which order sums are computed.
     env: dict[str, str] = rounding(
         {},
         description="Environment variables of ranks and engines on all hosts, for example"
@@ -230,6 +232,7 @@ class StoreConfig(Section):
     """A folder or `s3://bucket/prefix`; default `{run.home}/store`"""
     endpoint: str | None = execution(None)
     """URL of an S3-compatible server; default AWS, or AWS_ENDPOINT_URL_S3"""
+    # Two, because the one before is used if the newest turns out to be damaged.
     keep_checkpoints: PositiveInt = execution(2)
     """Newest intact checkpoints kept per stage"""
     keep_best: NonNegativeInt = execution(1)

@@ -18,6 +18,7 @@ Role = Literal["policy", "reference", "critic", "reward", "judge"]
 TRAINED: tuple[Role, ...] = ("policy", "critic")
 """Roles whose models are trained. Those of the others are frozen."""
 
+# The critic starts from the reward model: with adapter and trained head off it is that model (decision 7).
 _ADAPTED_FROM: dict[Role, Role] = {"reference": "policy", "reward": "critic"}
 
 
@@ -72,6 +73,7 @@ class Group:
         None if `role` has its own weights.
         """
         trained = _ADAPTED_FROM.get(role)
+        # A teacher is another model than the policy before its training.
         if ppo.lora is None or trained not in self.roles or (role == "reference" and ppo.teacher is not None):
             return None
         return trained

@@ -250,6 +250,7 @@ class PPOConfig(PackedSection):
     """A policy with a higher KL per response on the held-out prompts is not the best; null: 5 times
     `kl.target`, or no limit without a target
     """
+    # As the limit of the guard: chosen on three seeds of the demo, and tested on two others (decision 40).
     publish_min_agreement: Fraction = result(0.65, later=True)
     """With `reward.judge`: the best policy is from before the first evaluation that raises the guard
     `overoptimization` with this value as its limit
@@ -432,11 +433,14 @@ class PPOConfig(PackedSection):
     @property
     def kl_horizon(self) -> int:
         """`kl.horizon`, or the default derived from the number of responses per step."""
+        # `AdaptiveKL.update` changes the coefficient by at most 0.2 n / horizon, here 1 %.
         return self.kl.horizon or 20 * self.rollout_batch_size
 
     @property
     def policy_optimizer_steps(self) -> int:
         """Optimizer steps of the policy in the whole run. They do not depend on the micro-batches."""
+        # Without the steps that the explained variance adds to the warm-up: the learning rate of the policy
+        # must not depend on it (decision 19).
         return (self.steps - self.warmup_steps) * self.epochs * self.minibatches
 
     @property
@@ -529,6 +533,7 @@ class PPOConfig(PackedSection):
 
     def most_questions(self, source: LanguageModelReward) -> int:
         """Return the largest number of questions that a source asks in a step, each once."""
+        # The first batch, and one more for each round of replacements.
         rounds = 1 if self.dynamic_filtering is None else 1 + self.dynamic_filtering.max_rounds
         # Of equal responses one is asked about, and an odd number of them can need more opponents.
         of_prompt = max(source.questions(count) for count in range(1, self.samples_per_prompt + 1))

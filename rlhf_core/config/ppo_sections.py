@@ -62,6 +62,7 @@ class EngineConfig(Section):
     """KV cache of a CPU engine in GiB"""
     max_num_seqs: PositiveInt = rounding(256, within=Range(1, 65536, "each sequence needs memory"))
     """Sequences decoded at once by one engine"""
+    # Off, because a prompt that is partly cached is rounded in another way (decision 45).
     prefix_caching: bool = rounding(False)
     """Compute the keys and values of a prompt once for all its samples, and of equal beginnings of prompts
     once in a step. Whole blocks of tokens are kept (16 on GPUs, 128 on CPUs), until the next sync or
@@ -223,6 +224,7 @@ class SequenceLoss(Section):
     """
 
     type: Literal["gspo"] = "gspo"
+    # Both bounds are those of the paper's experiments: the ratio of a whole response varies little.
     clip_low: Fraction = result(3e-4)
     """The ratio of a response is clipped below 1 - this"""
     clip_high: PositiveFloat = result(4e-4)
@@ -290,6 +292,7 @@ def checkpoint_interval(chosen: int | None, evaluations: int | None, sync_every:
     wanted = math.ceil(10 / sync_every) * sync_every
     if evaluations is None:
         return wanted
+    # A checkpoint between two evaluations has no score, and is never kept as the best one (decision 18).
     evaluations = math.lcm(evaluations, sync_every)
     if evaluations <= wanted:
         return evaluations * round(wanted / evaluations)

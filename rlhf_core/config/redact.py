@@ -38,6 +38,7 @@ _SECRET_PARAMETER = re.compile(
 )
 """Names of parameters in the query or the fragment of a URL."""
 _PARAMETER = re.compile(r"(?<=[?&;#])([^\s?&;#=/'\"]{1,80})=([^\s&;#'\"<>]+)")
+# AKIA and ASIA begin the keys of AWS. `eyJ` is the base64 of `{"`, with which a JSON web token begins.
 _SECRET_VALUE = re.compile(
     r"(?:AKIA|ASIA)[0-9A-Z]{12,}"
     r"|\bhf_[A-Za-z0-9]{8,}"
@@ -109,6 +110,7 @@ def credential_problem(text: str, instead: str) -> str | None:
 def _decoded(text: str) -> list[str]:
     """Return `text` and its decoded forms. Percent-encoding may have been applied several times."""
     forms = [text]
+    # At most five, because a long `%252525...` loses only two characters each time.
     while len(forms) < 5 and (decoded := unquote(forms[-1])) != forms[-1]:
         forms.append(decoded)
     return forms
@@ -158,6 +160,7 @@ def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
     the values of all variables whose name indicates a secret, in all common encodings. It is applied to all
     outputs, because error messages of libraries may contain the values that were passed to them.
     """
+    # First, while the values are whole: a pattern below can replace a part of one.
     [text] = without_secret_values([text], environ)
     text = _URL_USER.sub(rf"\1{HIDDEN}@", text)
     text = _PARAMETER.sub(_hidden_parameter, text)
@@ -202,6 +205,7 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
             values |= {value, value.strip(), *value.split("\n")}
         # An address of a database or proxy may contain a password, regardless of the name of the variable.
         values |= set(_URL_PASSWORD.findall(value)) | set(_secret_parameters(value))
+    # A variable can have the encoded form of a secret, of which a library shows the decoded one.
     for value in tuple(values):
         values.update(_decoded(value))
     forms: set[str] = set()

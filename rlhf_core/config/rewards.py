@@ -64,6 +64,7 @@ _TIMEOUT = Range(0.01, 1e6, "shorter times end before an answer, longer times ne
 class RewardSource(Section):
     """Fields of all sources. Each has a field `type`, which selects it."""
 
+    # For the type checker alone. As a field it would be required, and each source has its own literal.
     if TYPE_CHECKING:
         type: str
 
@@ -349,9 +350,11 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
     """
     model: str = result(..., pattern=r"^[^\x00-\x1f\x7f]{1,200}$", form="1 to 200 characters on one line")
     """Name of the model at `url`"""
+    # Not the log-probabilities of grades, which many servers do not return (decision 8).
     scale: PositiveInt = result(10, within=Range(2, 1000, "a grade needs two values"))
     """The model replies with a whole number from 1 to this. 1 is the reward 0, and this number the reward 1
     """
+    # By default one question for each response, because `ppo.samples_per_prompt` may be 1 (decision 8).
     compare: Literal["pairs", "ranking", "scores"] | None = result(None, later=True)
     """The model sees several responses to one prompt, in both orders, and gives its reasons before the
     verdict. `pairs`: which of two is better; `ranking`: the order of all; `scores`: a grade for each, of all

@@ -135,6 +135,7 @@ class LoraConfig(Section):
     @classmethod
     def _check_targets(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for name in targets or ():
+            # PEFT also takes the end of a path, but the plan counts layers by their names.
             if not re.fullmatch(r"[A-Za-z0-9_]+", name):
                 raise ValueError(
                     f"targets must be names of layers, not patterns or paths; got {name!r}; use q_proj"
@@ -214,6 +215,7 @@ class EnsembleConfig(Section):
     """Reward models. All are trained from the same pairs, each with a new score head and an order of the
     pairs of its own. The first is the model of a run without ensemble
     """
+    # The default, because it has no coefficient that would have to be chosen (decision 40).
     combine: Combine = result("worst_case")
     """Score of a response: `mean` of the members' scores; `worst_case`: the lowest; `uncertainty`: mean -
     `penalty` * variance
@@ -255,6 +257,7 @@ class JudgeConfig(Section):
         """The settings of its training that are not those of the section `reward`, by fields of it."""
         # These say which pairs and weights the judge has, and are no fields of the section `reward`.
         names = set(type(self).model_fields) - {"fraction", "path", "revision"}
+        # Sorted, because a set of texts has another order in each process.
         values = {name: getattr(self, name) for name in sorted(names)}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+# Not ruamel.yaml: as YAML 1.2 it reads `012` as 12, and it would need the same checks (decision 22).
 import yaml
 
 from rlhf_core.config.redact import printable, shown
@@ -221,6 +222,7 @@ def _load(text: str, name: str) -> tuple[Any, dict[Keys, int]]:
         return (None if root is None else reader.plain(root, ())), reader.lines
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_message(error, text, name)) from error
+    # `Composer` recurses into the nodes, and `plain` compares their depth only afterwards.
     except RecursionError as error:
         raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; flatten it") from error
     except UnicodeEncodeError as error:
@@ -250,6 +252,7 @@ def _syntax_message(error: yaml.YAMLError, text: str, name: str) -> str:
         if "\t" in line[: len(line) - len(line.lstrip())]:
             return f"{name}:{number}: a tab indents this line; YAML allows spaces only; replace it"
     mark = getattr(error, "problem_mark", None)
+    # An error of the reader, for a character that YAML does not allow, has this and no mark.
     position = getattr(error, "position", None)
     if mark is not None:
         number = min(mark.line + 1, max(1, len(lines)))

@@ -143,6 +143,7 @@ def restore(engine: TrainingEngine, context: StageContext | None) -> dict[str, A
     if context is not None:
         latest = context.checkpoints.latest()
         if latest is not None:
+            # Every folder has the same path on all hosts (decision 24).
             checkpoint = [(latest[1], context.scratch / "converted")]
     dist.broadcast_object_list(checkpoint, src=0)
     if checkpoint[0] is None:

@@ -35,6 +35,7 @@ from rlhf_core.system.heartbeat import heartbeat
 
 log = logging.getLogger(__name__)
 
+# `OptimizerConfig.constants` has the same number, which is part of stage keys.
 ADAM_EPS = 1e-8
 MOST_BFLOAT16_SUMS = 128
 """Maximum number of micro-batches per optimizer step for which bfloat16 sums have an error of only a few
@@ -132,6 +133,7 @@ class TrainingEngine:
         lm, device = self.module.lm, rank.torch_device
         self._average = None if ema_decay is None else WeightAverage(lm, ema_decay, rank_device=device)
         self._best = WeightCopy(lm, "best", rank_device=device, device="cpu") if keep_best else None
+        # Until here the limit of the start applies. DeepSpeed has created its own groups by now.
         bound_collectives(rank.collective_seconds)
 
     def close(self) -> None:
@@ -184,10 +186,12 @@ class TrainingEngine:
             count += 1
             if failpoint("train.backward", "nan") == "nan":
                 loss = loss * math.nan
+            # The denominator of a loss counts all micro-batches: DeepSpeed must not divide again.
             self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
         self._warn_of_sums(count)
         rate = learning_rate(self.optimizer_config, self.steps_done, total_steps)
         for group in self.optimizer.param_groups:
+            # From the number of the step: no scheduler has a state that a checkpoint would need.
             group["lr"] = rate
         self.engine.step()
         self.steps_done += 1
@@ -198,6 +202,7 @@ class TrainingEngine:
         else:
             norm = float(self.engine.get_global_grad_norm() or 0.0)
         self._grad_nonfinite = not math.isfinite(norm) and scale <= _LARGE_SCALE
+        # A step that the loss scale explains adds False, which is 0, and does not end the row either.
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + self._grad_nonfinite
         if not math.isfinite(norm):
             self.skipped_steps += 1
@@ -404,6 +409,7 @@ class TrainingEngine:
         """
         if self.lora is None:
             return
+        # Every rank iterates, because each gather is a collective.
         tensors = {name: tensor.cpu().clone() for name, tensor in self.adapter() if self.rank.rank == 0}
         if self.rank.rank == 0:
             save_adapter(folder, self.module.lm, self.lora, tensors, base, revision)
@@ -483,6 +489,7 @@ class TrainingEngine:
         Returns (path or None, client state).
         """
         if ranks == self.rank.world_size or not sharding.is_sharded(folder / _TAG):
+            # With an adapter the checkpoint lacks the frozen weights, which a strict load needs.
             loaded = self.engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=self.lora is None)
         else:
             log.warning(
@@ -516,6 +523,7 @@ def _adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 def _decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameter groups: matrices with weight decay, norms and biases without."""
     parameters = [p for p in module.parameters() if p.requires_grad]
+    # By `shape`: under ZeRO-3 a parameter that was cut is an empty vector.
     groups = [
         {"params": [p for p in parameters if len(shape(p)) >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if len(shape(p)) < 2], "weight_decay": 0.0},
@@ -587,6 +595,7 @@ class WeightCopy:
         self._shards: dict[str, torch.Tensor] = {}
         for n, p in self._parameters.items():
             shard = _local(p)
+            # A copy also where device and type are the same. Otherwise it would be the parameter itself.
             self._shards[n] = shard.to(device or shard.device, dtype or shard.dtype, copy=True)
 
     def take(self) -> None:

@@ -35,6 +35,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 _KEPT_BLOCK = 256 << 20
+# Earlier versions refuse a threshold above half of an arena's heap, which has 64 MiB.
 _KEPT_BLOCK_BEFORE_GLIBC_235 = 32 << 20
 
 
@@ -106,8 +107,10 @@ def rendezvous(
 
     _choose_gloo_interface(address)
     store = vars(dist)["TCPStore"]  # missing in torch's type stubs
+    # The store must not wait for `size` clients: where receivers forward weights, it has more of them.
     if listener is None:
         return store(address, port, size, False, timeout, wait_for_workers=False)
+    # Detached, because the store closes the descriptor itself.
     return store(
         address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
@@ -141,6 +144,7 @@ def join(rank: Rank) -> None:
 
     # The shared-memory op is compiled under a lock without a timeout. gloo works without it.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # Before the first group is made: the groups of DeepSpeed get the defaults.
     bound_collectives(rank.start)
     limit = timedelta(seconds=rank.start)
     backend = training_backend(rank.device)
@@ -224,6 +228,7 @@ def _choose_gloo_interface(address: str) -> None:
         probe.connect(destination)  # selects the route, and sends nothing
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
+        # psutil gives link-local addresses with their zone (fe80::1%eth0), and a socket without.
         if any(each.address.partition("%")[0] == own for each in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
             return
@@ -236,6 +241,7 @@ def bound_collectives(seconds: float) -> None:
     """
     c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
     timeout = timedelta(seconds=seconds)
+    # `new_group` reads these names when it is called without a timeout, as DeepSpeed calls it.
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     for group in list(c10d._world.pg_map):
         c10d._set_pg_timeout(timeout, group)
@@ -258,6 +264,7 @@ def wait_for_rank_zero(name: str) -> None:
     if dist.get_rank() == 0:
         store.set(key, "1")
         return
+    # Polled, because `wait` and `get` of a store end with its timeout.
     while not store.check([key]):
         time.sleep(_POLL_SECONDS)
 
@@ -285,6 +292,7 @@ def all_ranks_pack(model: Any, pack: Packing, rank: Rank, field: str) -> bool:
     import torch.distributed as dist
 
     votes = torch.tensor(int(model.packs), device=rank.torch_device)
+    # Each rank plans the micro-batches of all ranks, so one that cannot pack decides for all.
     dist.all_reduce(votes, dist.ReduceOp.MIN)
     packs = bool(votes.item())
     if rank.rank == 0 and pack is not False:

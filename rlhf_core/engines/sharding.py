@@ -41,9 +41,11 @@ def deepspeed_config(
     # Without an optimizer only ZeRO-3 has an effect: it shards the parameters.
     stage = config.zero_stage if clip is not None or config.zero_stage == 3 else 0
     ds: dict[str, Any] = {
+        # A required field. The batches are made here, and DeepSpeed never sees their size.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # every `step` is a boundary
+        # Without ZeRO in float32, `TrainingEngine` clips, because DeepSpeed does not tell the norm.
         "gradient_clipping": 0.0 if stage == 0 and config.dtype == "float32" else clip or 0.0,
         "steps_per_print": 10**9,
         "zero_optimization": {
@@ -110,6 +112,7 @@ class Zero3Shards:
         try:
             yield
         finally:
+            # The layer of the last call is still gathered, also after an error.
             self._gather([])
             for handle in handles:
                 handle.remove()
@@ -162,6 +165,7 @@ def is_sharded(state: Path) -> bool:
 def is_first(scratch: Path) -> bool:
     """Create the folder `scratch`; return False if another rank that shares it has."""
     try:
+        # Creating a folder fails if it exists, so of the ranks that share a disk exactly one is the first.
         scratch.mkdir(parents=True)
     except FileExistsError:
         return False
@@ -187,6 +191,7 @@ def convert(state: Path, target: Path) -> None:
         # The version of the format, which DeepSpeed's own checkpoints lack and the conversion requires.
         inject_missing_state=True,
     )
+    # DeepSpeed prints its arguments and progress bars to the log of the rank.
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         ds_to_universal.main(options)

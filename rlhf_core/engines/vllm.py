@@ -117,6 +117,7 @@ class Engine:
                 seed=seed & 0x7FFFFFFF,
                 enable_prefix_caching=engine.prefix_caching,
                 disable_log_stats=True,
+                # Not the sampling defaults of the folder, such as top_p. Its EOS tokens are read anyway.
                 generation_config="vllm",
                 # At the temperature, as the trainer computes them. By default those before it are returned.
                 logprobs_mode="processed_logprobs",
@@ -130,6 +131,7 @@ class Engine:
         """Scheduler steps so far; each decodes one token of every running sequence."""
         self.llm.llm_engine.step = self._counted(self.llm.llm_engine.step)
         if engine.tensor_parallel == 1:
+            # With more, the scheduler is in another process, and vLLM's own code is used (decision 45).
             take_logprobs(self.llm.llm_engine)
 
     def generate(
@@ -167,6 +169,7 @@ class Engine:
         return SamplingParams(
             n=options["n"],
             temperature=options["temperature"],
+            # vLLM adds the index of the sample to it, so that the samples of a prompt differ.
             seed=seed & 0x7FFFFFFF,
             max_tokens=options["max_new_tokens"],
             # Of the sampled token alone.
@@ -215,6 +218,7 @@ class Engine:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"folder": str(folder)}})
         self.llm.finish_weight_update()
+        # Cached keys and values of prompts are those of the weights before.
         self.forget_prefixes()
         return self.received_checksums()
 
@@ -350,6 +354,7 @@ def take_logprobs(llm_engine: Any) -> None:
     def update_from_output(scheduled: Any, sampled: Any) -> Any:
         logprobs, sampled.logprobs = sampled.logprobs, None
         outputs = update(scheduled, sampled)
+        # Outputs are by client, and an engine in this process has only client 0.
         if logprobs is not None and 0 in outputs:
             _append(outputs[0].outputs, states, sampled.req_id_to_index, logprobs)
         return outputs
@@ -363,6 +368,7 @@ def _append(outputs: Any, states: Any, rows: dict[str, int], logprobs: Any) -> N
     It returns none for a request that has ended after the step was scheduled. A request that was preempted
     meanwhile keeps its token.
     """
+    # vLLM has the sampled token in column 0, and the most probable ones behind it.
     of_sampled = logprobs.logprobs[:, 0].tolist()
     for output in outputs:
         # A request that was aborted has none.
@@ -388,6 +394,7 @@ def import_vllm(engine: EngineConfig, device: str, vocabulary: int | None) -> No
 
 def _set_environment(engine: EngineConfig, device: str, vocabulary: int | None) -> None:
     """Set the variables that vLLM reads when it is imported."""
+    # A user may set these to look for a fault. By default vLLM sends statistics of its use over the network.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if engine.tensor_parallel == 1:

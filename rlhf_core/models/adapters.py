@@ -25,6 +25,7 @@ from rlhf_core.models.weights import refuse_non_finite
 from rlhf_core.system.files import write_json
 
 _HEAD = "score"
+# Parts of names that PEFT makes. It calls the adapter `default` if it gets no other name.
 _IN_LAYER = ".base_layer."
 _A, _B = ".lora_A.default.", ".lora_B.default."
 _TRAINED_HEAD, _FIRST_HEAD = f"{_HEAD}.modules_to_save.default.", f"{_HEAD}.original_module."
@@ -42,6 +43,7 @@ def add_adapter(model: Any, lora: LoraConfig | None) -> Any:
     lm = model.lm
     lora = lora.model_copy(update={"targets": _targets(lm, lora)})
     lm.requires_grad_(False)
+    # Not `get_peft_model`, whose wrapper would hide `lm.model` and `lm.lm_head`, and rename all tensors.
     inject_adapter_in_model(_peft_config(lm, lora), lm)
     model.lora = lora
     # Again, for the layers A and B that PEFT has added.
@@ -197,6 +199,7 @@ def save_adapter(
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
+        # safetensors refuses tensors that are not contiguous.
         {name: tensor.contiguous() for name, tensor in sorted(tensors.items())},
         folder / SAFETENSORS_WEIGHTS_NAME,
         metadata={"format": "pt"},
@@ -218,6 +221,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
     add_adapter(model, LoraConfig(r=facts["r"], alpha=facts["lora_alpha"], targets=targets))
     tensors = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
     own = {new: parameter for name, parameter in model.lm.named_parameters() if (new := adapter_name(name))}
+    # The loader of PEFT is not strict: a missing matrix would keep its initial value without an error.
     if set(own) != set(tensors):
         different = sorted(set(own) ^ set(tensors))
         raise ModelError(
@@ -235,6 +239,7 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json`."""
     config = _peft_config(lm, lora)
+    # `save_pretrained` of PEFT writes `inference_mode` true as well, whatever it was in training.
     config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
     content = dict(sorted(config.to_dict().items()))
     for name, value in content.items():

@@ -102,6 +102,7 @@ def architecture_problems(
             f"model.path: {model} is a {name}, which is not in vLLM's registry; engines try its class of"
             " transformers; run a few steps of PPO (ppo.steps=2) before a long run"
         )
+    # Only for classes of vLLM: its wrapper of a class of transformers has adapters.
     if ppo.enabled and ppo.syncs_adapter and engine == "vllm" and not serves_adapters(name):
         yield ConfigError(
             f"ppo.lora: vLLM has no adapters for {name} ({model}), but ppo.weight_sync.lora="

@@ -58,6 +58,7 @@ def register() -> None:
         _refuse_what_is_not_computed(module, (0, key.shape[2]) if borders is None else borders, kwargs)
         borders_S, longest = kwargs.pop("cu_seq_lens_k", None), kwargs.pop("max_length_q", None)
         kwargs.pop("max_length_k", None)
+        # torch's kernel for packed rows and `short_attention` have neither.
         plain = not kwargs.get("dropout") and kwargs.get("position_bias") is None
         if borders_S is not None and plain and has_varlen_kernel(query, value):
             return varlen(query, key, value, borders_S, longest, kwargs.get("scaling")), None
@@ -66,6 +67,7 @@ def register() -> None:
             # grows with the square of the length.
             module, key, value = _expanded(module, query, key, value)
         if borders is None:
+            # `short_attention` masks by position, which is wrong if there are fewer queries than keys.
             causal = plain and getattr(module, "is_causal", True) and query.shape[2] == key.shape[2]
             attention = cpu_attention(query) if causal else sdpa_attention_forward
             return attention(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
@@ -129,6 +131,8 @@ def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether `varlen` computes with these queries and values (1, heads, L, d): NVIDIA's GPUs from
     Ampere on, and heads of one size.
     """
+    # ROCm calls its GPUs cuda as well. The limits of head size, type and generation are those of flash
+    # attention 2, which computes packed rows in torch.
     return (
         query.is_cuda
         and torch.version.cuda is not None
@@ -315,6 +319,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV from P in float32 and rounded to bfloat16."""
     d_p = _float32_product(d_output, v.transpose(1, 2))
+    # The private operator is one kernel. The formula makes three more tensors of this size.
     d_scores = torch._softmax_backward_data(d_p, p, -1, torch.float32)
     d_scores = d_scores.mul_(scaling).to(q.dtype)
     return d_scores @ k, d_scores.transpose(1, 2) @ q, rounded.transpose(1, 2) @ d_output
@@ -325,6 +330,7 @@ def _float32_product(a: Tensor, b: Tensor) -> Tensor:
     # oneDNN may round the inputs to bfloat16, which changes nothing because they are, and is then as fast.
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set when torch is imported
     before = settings.fp32_precision
+    # A setting of the whole process, so it is restored at once: other products of float32 must keep all bits.
     settings.fp32_precision = "bf16"
     try:
         return torch.bmm(a.float(), b.float())

@@ -80,6 +80,7 @@ class TokenBatch:
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_BL,
             "position_ids": self.position_ids_BL,
+            # By default transformers collects the keys and values of all layers, which nothing here reads.
             "use_cache": False,
         }
         if self.borders is None or attention not in (OWN_ATTENTION, "flash_attention_2"):
@@ -142,6 +143,7 @@ def collate(sequences: Sequence[TokenSequence], *, pad_id: int, pack: bool = Fal
     positions: torch.Tensor | None = None
     if pack:
         borders = tuple(accumulate(map(len, sequences), initial=0))
+        # Kernels for sequences of different lengths take borders of int32 only.
         borders_S = torch.tensor(borders, dtype=torch.int32)
         row: list[int] = []
         row_positions: list[int] = []
@@ -187,6 +189,7 @@ def plan_ranks(
         raise ValueError(
             f"ranks, budget and lengths must be at least 1; got {ranks}, {budget}, {min(lengths, default=1)}"
         )
+    # Each rank makes the whole plan for itself. The sort is stable, so all ranks make the same one.
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups = (_packed if pack else _padded)([lengths[i] for i in order], ranks, budget)
     costs = [estimated_cost(lengths[i]) for i in order]
@@ -219,6 +222,7 @@ def _packed(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
         groups = _filled(lengths, costs, count * ranks, budget)
         if groups is not None:
             return groups
+        # In steps of a hundredth: with thousands of groups, steps of one would fill them too often.
         count += 1 + count // 100
 
 
@@ -260,6 +264,7 @@ def _padded(lengths: Sequence[int], ranks: int, budget: int) -> list[list[int]]:
             groups.append([])
             continue
         group = max(splittable, key=lambda group: len(group) * lengths[group[0]])
+        # Not in the middle: the rows of the first part are wider, so that it has room for fewer.
         cut = min(
             range(1, len(group)),
             key=lambda cut: max(cut * lengths[group[0]], (len(group) - cut) * lengths[group[cut]]),

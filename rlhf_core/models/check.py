@@ -189,6 +189,7 @@ def _fields(folder: ModelFolder) -> Iterator[Finding]:
     """Check fields of config.json for impossible values."""
     for name, most in _COUNTS.items():
         value = folder.text_config.get(name)
+        # Not isinstance, which accepts `true` as an integer.
         if value is not None and (type(value) is not int or not 0 < value <= most):
             yield ModelError(
                 f"model.path: {folder.root}/config.json: {name} must be an integer from 1 to {most}; got"
@@ -298,6 +299,7 @@ def _targets(field: str, targets: tuple[str, ...], config: PipelineConfig) -> It
     else:
         model, layers = path, ModelFolder(path).layer_names
     unknown = sorted(set(targets) - layers)
+    # There are no names if no file can be read, which `check_model` reports.
     if layers and unknown:
         yield ModelError(
             f"{field}.lora.targets: {model} has no {', '.join(unknown)} in its layers; it has"

@@ -155,6 +155,7 @@ class ModelFolder:
         for file in files:
             try:
                 entries.update(read_header(file))
+            # `models.check` names damaged files. Estimates that are made before must not fail.
             except BadHeader:
                 continue
         return entries
@@ -168,6 +169,7 @@ class ModelFolder:
     def chat_template(self) -> str:
         """Text of the chat template, or of several with names; "" without one."""
         file = self.root / "chat_template.jinja"
+        # Before the field of tokenizer_config.json, as in transformers: a folder can have both.
         if file.is_file():
             return file.read_text(encoding="utf-8", errors="replace")
         try:
@@ -206,6 +208,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
         raise UnreadableJSON(reason) from error
     except UnfitFile as error:
         raise UnreadableJSON(str(error)) from error
+    # RecursionError: `json` recurses into nested lists, and the file may come from anywhere.
     except (OSError, ValueError, RecursionError) as error:
         raise UnreadableJSON(f"{file} is not readable JSON ({str(error)[:80]})") from error
     if not isinstance(content, dict):
@@ -241,6 +244,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
     opened: Any
     try:
+        # "numpy", because no values are read, and torch need not be imported.
         with safe_open(file, framework="numpy") as opened:
             found = {}
             for name in opened.keys():  # noqa: SIM118

@@ -41,6 +41,7 @@ class Float32Head(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        # `torch.mm` with an `out_dtype` takes matrices only.
         rows = input.reshape(-1, input.shape[-1])
         # torch declares Function.apply without types
         logits: Tensor = _Float32Logits.apply(rows, self.weight, self.bias)  # type: ignore[no-untyped-call]

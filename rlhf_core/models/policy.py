@@ -74,6 +74,7 @@ class Policy(nn.Module):
     ) -> TokenOutputs:
         inputs = batch.model_inputs(self.lm.config._attn_implementation)
         hidden_BLH = self.lm.model(**inputs).last_hidden_state
+        # Positions and not a mask: the number of its tokens would have to be read from the GPU.
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, batch.select_N)
         # A row of logits has the size of the vocabulary, so that the limit is one of memory.
         rows = max(1, self._head_chunk // self.lm.config.get_text_config().vocab_size)
@@ -100,6 +101,7 @@ class Policy(nn.Module):
     def _of_labels(
         self, hidden_NH: torch.Tensor, labels_N: torch.Tensor, temperature: float, with_entropy: bool
     ) -> TokenOutputs:
+        # The head is called as a module, so that the hooks of ZeRO-3 gather its weight.
         logits_NV = logits_of(self.lm.lm_head(hidden_NH), self.lm.config.get_text_config())
         entropy = token_entropy(logits_NV, temperature) if with_entropy else None
         return TokenOutputs(token_logprobs(logits_NV, labels_N, temperature), entropy)
@@ -169,6 +171,7 @@ def load_policy(
     if head_dtype == "float32":
         use_float32_head(lm)
     refuse_non_finite(folder, lm)
+    # After all changes of classes and precision, because the test is of the model as it will be trained.
     with self_test_context(folder, lm, shards):
         policy.packs = tested(_checked(lm), pack)
     return policy

@@ -53,6 +53,7 @@ def save_model(lm: Any, folder: Path, weights: WeightStream | None, file_size: s
     layout: dict[str, torch.Tensor] = {}
     for group in weights.layout:
         layout |= as_in_checkpoint(shell, group)
+    # As `save_pretrained` of transformers does, so that files and index have the same names and content.
     split = split_torch_state_dict_into_shards(
         layout, filename_pattern="model{suffix}.safetensors", max_shard_size=file_size
     )
@@ -90,6 +91,7 @@ def unquantized(lm: Any, dtype: torch.dtype) -> Any:
     quantized = getattr(lm, "hf_quantizer", None) is not None
     if not quantized and lm.dtype == dtype:
         return lm
+    # The model itself keeps its configuration, with its quantization.
     config = copy.deepcopy(lm.config)
     if quantized:
         del config.quantization_config

@@ -90,6 +90,7 @@ class ScoreModel(nn.Module):
         super().__init__()
         self.lm = classifier
         self.statistics = statistics or ScoreStatistics()
+        # Only the class changes, so that the weight keeps the name that transformers reads.
         self.lm.score.__class__ = Float32Linear
         self._scale, self._offset = 1.0, 0.0
 
@@ -165,6 +166,7 @@ def load_score_model(
         shards = None
     with model_errors(folder):
         from_causal = is_hub_model(str(folder)) or not is_classifier(Path(folder))
+        # Two labels are the default of transformers.
         config = model_config(folder, attention=attention, revision=revision, num_labels=1)
         options = {"dtype": DTYPES[dtype], **loading_options(quantize, DTYPES[dtype], device)}
         if from_causal:
@@ -177,6 +179,7 @@ def load_score_model(
             f"model.path: {type(model).__name__} has no `model` and `score`, which the training calls;"
             f" {OTHER_MODEL}"
         )
+    # In place of the `initializer_range` with which transformers fills a missing head.
     if from_causal:
         nn.init.normal_(
             model.score.weight, std=1.0 / math.sqrt(model.config.get_text_config().hidden_size + 1)

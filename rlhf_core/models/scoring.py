@@ -60,6 +60,7 @@ def load_ensemble(folder: Path) -> EnsembleConfig | None:
         raise ModelError(
             f"{path}: {field}: {first['msg']}; use the folder as the stage reward made it"
         ) from None
+    # Pydantic does not check a `Range`, and `config.messages` does so for configurations only.
     if not MEMBERS.low <= ensemble.members <= MEMBERS.high:
         raise ModelError(
             f"{path}: members: must be {MEMBERS.low} to {MEMBERS.high}, got {ensemble.members}; use the"

@@ -57,6 +57,8 @@ def tested(lm: Any, pack: Packing) -> bool:
     """
     training = lm.training
     devices = [lm.device] if lm.device.type == "cuda" else []
+    # Without a list, torch would initialize every visible GPU and save its generator. Gradients are needed
+    # also where the caller has switched them off.
     with torch.random.fork_rng(devices), torch.enable_grad():
         try:
             _deterministic(lm)
@@ -72,6 +74,7 @@ def tested(lm: Any, pack: Packing) -> bool:
             problem = _dependence(lm, pack=True)
         finally:
             lm.train(training)
+    # An explicit setting must not be changed without a word (decision 16).
     if problem is not None and pack is True:
         raise ModelError(
             f"pack: true, but in packed rows of {_name(lm)} with attention {lm.config._attn_implementation}"
@@ -87,6 +90,7 @@ def _deterministic(lm: Any) -> None:
     Two passes in training mode may differ if no random numbers were drawn.
     """
     sequences = _sequences(lm)
+    # Padded rows: whether sequences can be packed is not known yet.
     batch = collate(sequences, pad_id=0).to(lm.device)
     lm.eval()
     evaluated = _hidden(lm, batch)

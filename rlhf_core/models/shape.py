@@ -174,6 +174,8 @@ class ModelShape:
             found += attention * 2 * self.head_dim
         if linear is not None:
             mixed = 2 * linear.key + linear.value
+            # As in Qwen3NextGatedDeltaNet of transformers: the convolution, `dt_bias` and `A_log` of each
+            # head, and the weight of the norm of a head.
             found += linear.layers * (linear.kernel * mixed + 2 * linear.heads + linear.value // linear.heads)
         if self.experts is not None:
             found += self.experts.layers * self.experts.number * self.hidden
@@ -339,6 +341,7 @@ def _experts(settings: Mapping[str, Any]) -> Experts | None:
     number, width = size_of(settings, *_EXPERTS), size_of(settings, *_OF_AN_EXPERT)
     if number < 2:
         return None
+    # Some families say how wide the shared expert is, others how many there are of the usual width.
     shared = size_of(settings, "shared_expert_intermediate_size") or width * size_of(settings, *_SHARED)
     if "intermediate_size_mlp" in settings:
         shared = width  # Llama 4 always has one shared expert
@@ -363,6 +366,7 @@ def _linear_attention(settings: Mapping[str, Any]) -> LinearAttention | None:
         return None
     key = size_of(settings, "linear_num_key_heads") * size_of(settings, "linear_key_head_dim")
     value = heads * size_of(settings, "linear_value_head_dim")
+    # 4 is the default of transformers.
     kernel = size_of(settings, "linear_conv_kernel_dim") or 4
     return LinearAttention(key, value, heads, kernel, kinds.count("linear_attention"))
 

@@ -132,6 +132,7 @@ def local_folder(folder: Path | str, revision: str | None) -> Path:
         return Path(folder)
     from huggingface_hub import snapshot_download
 
+    # No pickles, and not `consolidated.safetensors`, with which some repositories have all weights twice.
     patterns = ["*.json", "model*.safetensors"]
     return Path(snapshot_download(str(folder), revision=revision, allow_patterns=patterns))
 
@@ -166,6 +167,7 @@ def _cutting(shards: Shards, dtype: torch.dtype) -> Iterator[list[tuple[nn.Modul
         parameter.data = parameter.data.to(dtype)
         if not is_finite(parameter):
             not_finite.append((module, name))
+        # Only a matrix has more elements than its longest axis. A score head, (1, hidden), has not.
         if parameter.numel() > max(parameter.shape, default=1):
             shards.cut(parameter)
 

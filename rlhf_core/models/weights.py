@@ -60,6 +60,7 @@ def model_errors(folder: Path | str) -> Iterator[None]:
     except RLHFError:
         raise
     except Exception as error:
+        # cuBLAS raises a plain RuntimeError, whose text begins with `CUDA error`.
         of_a_gpu = isinstance(error, torch.AcceleratorError) or "CUDA" in str(error)
         if of_a_gpu or isinstance(classified(error), OutOfMemory):
             raise
@@ -164,6 +165,7 @@ def check_headers(folder: Path, *, attention: str) -> None:
             return  # the caller handles a folder without weights
         empty = {}
         for name, entry in entries.items():
+            # Other types are refused below, from the headers. Here any type does.
             dtype = FLOATING.get(entry["dtype"], torch.float32)
             empty[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
         options = {"dtype": torch.float32, "device_map": {"": "meta"}}
@@ -199,7 +201,9 @@ def model_config(folder: Path | str, *, attention: str, revision: str | None = N
     config.update(changes)
     # A name such as owner/kernel would be downloaded from the hub as code.
     config._attn_implementation = implementation(attention)
+    # A config.json can set this one as well. None leaves the choice to transformers.
     config._experts_implementation = None
+    # A config.json can ask for them. Each pass would then hold what all layers return, and nothing reads it.
     config.output_attentions = config.output_hidden_states = False
     without_random_parts(config)
     return config
@@ -292,6 +296,7 @@ def refuse_non_finite(folder: Path | str, model: torch.nn.Module, of_shards: Seq
 
 
 def _some(names: list[str]) -> str:
+    # The names are from files that may come from anywhere.
     text = ", ".join(name[:200] for name in names[:3])
     if len(names) > 3:
         text += f" and {len(names) - 3} more"
@@ -314,6 +319,7 @@ def loading_options(quantize: str | None, dtype: torch.dtype, device: str) -> di
         raise ModelError(f"lora.quantize={quantize} needs bitsandbytes; install it, or leave quantize out")
     from transformers import BitsAndBytesConfig
 
+    # `planning.memory.NF4` counts the bytes of a parameter with these options.
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantize,

@@ -167,6 +167,7 @@ def _cpu_bfloat16(config: PipelineConfig) -> Iterator[Finding]:
     fields = _dtype_fields(config, "bfloat16")
     if config.ppo.engine.dtype == "bfloat16":
         fields.append("ppo.engine.dtype")
+    # No error: bfloat16 halves the memory, and lets a configuration for GPUs be tried on a CPU (decision 5).
     if fields and not machine().has_fast_bfloat16():
         yield (
             f"{', '.join(fields)}: bfloat16 is slower than float32 on this CPU, which has neither amx_bf16"

@@ -184,6 +184,7 @@ def cluster_hardware(hosts: Sequence[tuple[int, Sequence[str]]]) -> Hardware | N
 
 def _device_of(names: Iterable[str]) -> Device | None:
     """Return the device that all these GPUs are."""
+    # A name that is not known counts as a kind, None: beside known GPUs it makes the result None as well.
     kinds: set[Device | None] = set()
     for name in names:
         known = (device for device in _DEVICES if re.fullmatch(device.pattern, name))

@@ -83,6 +83,7 @@ class DeviceLoad:
         if self.device == "cpu":
             return self.bytes.total + CONTEXT["cpu"]
         slack = 1.0 if self.phase == "load" else FRAGMENTATION
+        # Rank and engine are separate processes, and CUDA has a context for each.
         contexts = 0.0
         if self.trainer.total:
             contexts += CONTEXT["cuda"]
@@ -273,6 +274,7 @@ def _turn_loads(
         state = state + model.state
         kept = kept + model.while_sampling
     host = sum(model.host for model in models.values()) + state.total - kept.total
+    # At level 1 the weights of a sleeping engine are in host memory, at level 2 they are dropped.
     if engine.sleep_level == 1:
         host += serving.weights
     sleeping = asleep(engine)
@@ -474,6 +476,7 @@ def unsharded_bytes(weights: int, states: int, zero_stage: int) -> int:
         states: Bytes of the optimizer's state.
         zero_stage: The ZeRO stage.
     """
+    # ZeRO 0 divides nothing, 1 and 2 divide the optimizer's state, and 3 divides the weights as well.
     return (weights + states, weights, weights, 0)[zero_stage]
 
 

@@ -224,6 +224,7 @@ class Model:
         if not self.stage:
             return 0.0
         bucket = self.size * min(self.trainable, REDUCE_BUCKET)
+        # Where `engines.deepspeed` sets `overlap_comm`.
         if self.stage == 2 and self.device == "cuda" and self.deepspeed.ranks > 1:
             return 2 * bucket
         return bucket
@@ -456,6 +457,7 @@ def engine_memory(
         # vLLM on CPUs takes a cache of this size, and no share of the memory.
         work, cache = 0.0, engine.kv_cache_gib * GIB
     else:
+        # A share that is too small is a cache of 0 tokens, which `search.compare_memory` reports.
         cache = max(0.0, engine.gpu_memory_utilization * device.memory - weights - work)
     per_token = 2 * shape.cached_layers * shape.kv * size / parallel
     return EngineMemory(Bytes(weights=weights, activations=work, cache=cache), math.floor(cache / per_token))

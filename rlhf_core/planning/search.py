@@ -252,6 +252,7 @@ def advise(
         candidates = sorted(
             _candidates(now, part, shape, hardware), key=lambda each: (not each.same_training, each.price)
         )
+        # Lazy: nothing behind the first one that fits is compared.
         fitting = (each for each in candidates if not problems(each.config, solved))
         changed = next(_valid(now, fitting), None)
         if changed is None:
@@ -290,6 +291,7 @@ def fastest(
         return compare_memory(changed, shape, hardware, stages).fits
 
     candidates = [each for each in _candidates(fitting, (stage,), shape, hardware) if each.same_training]
+    # Of equally fast ones, the one with the smallest change comes first.
     candidates.sort(key=lambda each: (seconds(each.config), each.price))
     seen: set[tuple[object, ...]] = set()
     for changed in _valid(fitting, (each for each in candidates if fits(each.config))):
@@ -416,6 +418,7 @@ def _candidates(
 def _of_training(config: PipelineConfig, stage: TrainingStage, hardware: Hardware) -> Iterator[Candidate]:
     section = config.training_sections[stage]
     longest = largest_pass(config, stage).longest
+    # `PipelineConfig.problems` refuses more ranks than rows of a batch.
     ranks = _numbers(section.deepspeed.ranks, min(hardware.count, section.batch_size))
     tokens = _sizes(section.micro_batch_tokens, longest)
     kinds = _kinds_of_training(section.lora, section.deepspeed.dtype)
@@ -495,7 +498,9 @@ def _placements(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> Iterat
             limit = max(1, (limit - 1) // len(plan(_with_ranks(ppo, colocate, None)).groups))
         levels = {0, ppo.engine.sleep_level}
         if colocate == "all" and not hardware.device.is_cpu:
+            # Level 2 drops the base model, which a sync of the adapter alone does not send again.
             levels.add(1 if ppo.syncs_adapter else 2)
+        # `PPOConfig.problems` refuses more ranks than responses of a minibatch.
         for ranks in _numbers(None, min(limit, ppo.minibatch_size)):
             sized = _with_ranks(ppo, colocate, ranks)
             for ways_of_engine in _tensor_parallel(ppo, shape, hardware):
@@ -515,6 +520,7 @@ def _with_ranks(ppo: PPOConfig, colocate: str, ranks: int | None) -> PPOConfig:
     if ranks is not None:
         values |= {"policy_deepspeed.ranks": ranks, "critic_deepspeed.ranks": ranks}
     if ranks is not None and ppo.uses_reward_model and not ppo.uses_critic:
+        # Without a critic the reward model has a group of its own (`config.placement.plan`).
         values["reward_ranks"] = ranks
     return ppo.with_values(values)
 
@@ -525,6 +531,7 @@ def _tensor_parallel(ppo: PPOConfig, shape: ModelShape, hardware: Hardware) -> l
         return [ppo.engine.tensor_parallel]
     # An engine is within one host.
     found = _numbers(ppo.engine.tensor_parallel, hardware.per_host)
+    # vLLM gives each GPU whole heads (`models.check.check_tensor_parallel`).
     return [ways for ways in found if shape.heads % ways == 0]
 
 
@@ -546,13 +553,16 @@ def _shares(config: PipelineConfig, ppo: PPOConfig, shape: ModelShape, hardware:
         yield from dict.fromkeys((configured, _ENGINE_SHARE))
     else:
         memory = hardware.device.memory
+        # With `all`, every role is in one group.
         [group] = plan(ppo).groups
         changed = config.with_values({"ppo": ppo})
+        # An engine of one byte: its share is what is computed here, and its process needs a context.
         loads = list(group_loads(changed, shape, group, "cuda", serving=Bytes(weights=1.0)))
         # With `sleep_level`, an engine holds its memory in the rollout only.
         if ppo.engine.sleep_level:
             loads = [load for load in loads if load.phase == "rollout"]
         used = max(load.total for load in loads)
+        # Rounded down, so that the suggestion fits.
         left = min(0.95, math.floor(100 * (memory - used) / memory) / 100)
         if left >= configured:
             yield configured

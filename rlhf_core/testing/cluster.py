@@ -82,6 +82,7 @@ class TimedObjects(LocalObjects):
     def wait(self, references: Sequence[Any], *, count: int, seconds: float) -> list[Any]:
         ended = [reference for reference in references if reference.done()]
         if len(ended) < count:
+            # A wait that does not end takes all of its time, so that limits of time are reached at once.
             self.seconds += seconds
         # As `ray.wait`, which returns no more than it was asked for.
         return ended[:count]

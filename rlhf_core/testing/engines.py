@@ -66,6 +66,7 @@ class ScriptedEngine(Engine):
     def __init__(
         self, respond: Respond, model: Path | None = None, options: dict[str, Any] | None = None
     ) -> None:
+        # Not the constructor of the base class, which starts vLLM.
         self._respond = respond
         self._model = model or Path("model")
         self.options = options or {}

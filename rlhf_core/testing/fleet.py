@@ -51,6 +51,7 @@ class ScriptedMonitor(Monitor):
 
     def report(self, name: str, state: State = "running", activity: str = "") -> None:
         """Add or change the participant `name`."""
+        # /proc has no process 0, so that a monitor that ends this participant signals nothing.
         process = ProcessId(0, 0)
         observed = Participant(name, process, "scripted", beats=0, stall_after=math.inf, activity=activity)
         observed.state = state

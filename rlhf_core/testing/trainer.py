@@ -74,6 +74,7 @@ class ScriptedTrainer(TrainingEngine):
         self.zero_stage = 0
         self.steps_done = 0
         self.skipped_steps = 0
+        # Methods of the base class that are not replaced read these two.
         self._average = None
         self._best = None
         self.losses: list[float] = []

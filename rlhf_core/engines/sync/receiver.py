@@ -283,6 +283,7 @@ class SyncExtension:
             save_file(inbox.adapter, Path(folder) / "adapter_model.safetensors")
             (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
             self.add_lora(LoRARequest(f"policy-{number}", number, folder))
+        # vLLM has its own copies by now. These would stay in host memory until the next sync.
         inbox.adapter = {}
 
 

@@ -116,6 +116,7 @@ class WeightSender:
             if self._client is not None:
                 self._checksums[name] = tensor_checksum(tensor)
                 if failpoint("weight_sync.send", "alter") == "alter":
+                    # The weights of the policy itself must stay as they are.
                     tensor = tensor.clone()
                     tensor.view(-1)[:1] += 1
             yield name, tensor
@@ -227,6 +228,7 @@ class _GlooTransport:
             if received.done():
                 received.result()
             time.sleep(0.0005)
+        # `is_completed` does not raise the error of a broadcast that has failed.
         sending.wait()
 
 
@@ -262,6 +264,7 @@ class VllmTransport:
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return transport_of_source._current
 
+        # Inside of `Source`, `self` is another object.
         transport_of_source = self
         self._stream = stream
         self._current: Iterator[tuple[str, torch.Tensor]] = iter(())

@@ -35,6 +35,8 @@ _CHUNKS = {"cpu": 1 << 18, "cuda": 1 << 23}
 which is ten times faster than 4 M of them. On a GPU the peak is 128 MiB, 16 bytes for each element, in
 addition to the engine's share.
 """
+# Half of it is a prime near 2^32 divided by the golden ratio (Knuth, multiplicative hashing), so that the
+# weights of neighbours are far apart.
 _ODD = 2 * 2654435761
 """Difference of the weights of adjacent elements in a checksum."""
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -139,12 +141,14 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     checksums hash the fused parameters, which are empty on the CPU.
     """
     bits = tensor.detach().contiguous().flatten()
+    # As integers: numbers would not tell -0.0 from 0.0, and NaN would be in every sum.
     bits = bits.view(_VIEWS[bits.element_size()])
     chunk = _CHUNKS[bits.device.type]
     # An odd number has an inverse modulo 2^64, so a difference in one element is never multiplied to 0.
     weights = torch.arange(min(chunk, bits.numel()), device=bits.device).mul_(_ODD).add_(1)
     sums = []
     for part in torch.split(bits, chunk):
+        # A copy also of int64, which `mul_` would otherwise change in the model.
         values = part.to(torch.int64, copy=True)
         # Sums and products of int64 wrap around, which is arithmetic modulo 2^64.
         sums.append(torch.stack([values.sum(), values.mul_(weights[: len(values)]).sum()]))
