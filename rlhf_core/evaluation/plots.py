@@ -28,6 +28,7 @@ INK, GRID, _PAPER = "#24303f", "#e4e8ee", "#ffffff"
 # A thing has the same colour in all figures and on the page of the report.
 SFT, PPO, DPO = "#8792a2", "#2f6fde", "#c2701d"
 SCORE, JUDGE, TRUE, KL = "#3a9d6e", "#a259c4", "#d9982b", "#c2453d"
+# Not those above: a source must not look like the score or the KL.
 _OTHERS = ("#4aa3b8", "#7a5c3e", "#b0418f", "#5b6bb5")
 """Colours of reward sources, except the true reward."""
 VARIABLES = {
@@ -274,6 +275,7 @@ def reward_against_kl(history: StepMetrics) -> Any:
     al. 2022), with one point per step.
     """
     figure, (axes,) = _figure(9.4, 4.2)
+    # The KL is an estimate from samples, and close to 0 it can be negative.
     distance = np.sqrt(np.clip(history.column("objective/kl"), 0.0, None))
     measures = (("objective/scores", SCORE, "score (maximised)"), (GOLD, TRUE, "gold reward (true reward)"))
     for name, color, label in measures:
@@ -300,6 +302,7 @@ def evaluation_curves(
     figure, (left, right) = _figure(9.4, 4.0, columns=2)
     versions = sorted(evaluations)
     kl = np.array([evaluations[version].get("eval/kl", math.nan) for version in versions])
+    # As in `reward_against_kl`.
     distance = np.sqrt(np.clip(kl, 0.0, None))
     for name, (label, color) in _EVALUATED.items():
         values = [evaluations[version].get(name, math.nan) for version in versions]
@@ -341,6 +344,7 @@ def to_image(figure: Any) -> Image:
     for artist in figure.findobj():
         artist.set_clip_on(False)  # a clip has an address, and nothing is drawn outside of the axes
     buffer = io.StringIO()
+    # Text stays text, in the font of the page. Without a salt, matplotlib makes ids with a random UUID.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
         figure.savefig(buffer, format="svg")
     _, _, content = buffer.getvalue().partition("</defs>")
@@ -428,6 +432,7 @@ def _line(axes: Any, step: Column, values: Column, color: str, name: str) -> Non
     if window > 1:
         axes.plot(step, values, color=color, alpha=0.3, linewidth=1.0)
         name = f"{name} (mean of {window} steps)"
+    # A line through one or two points does not show how few they are.
     marker = "o" if len(values) < 3 else None
     axes.plot(step, _running_mean(values, window), color=color, linewidth=2.0, label=name, marker=marker)
 
@@ -447,6 +452,7 @@ def _running_mean(values: Column, window: int) -> Column:
 
 def _bins(sft: Column, trained: Column) -> Column:
     low, high = float(min(sft.min(), trained.min())), float(max(sft.max(), trained.max()))
+    # Equal values would give bins without width.
     if high - low < 1e-9:
         low, high = low - 0.5, high + 0.5
     edges: Column = np.linspace(low, high, 25)

@@ -100,6 +100,7 @@ def blind_pairs(
     """Return the samples in random orders, which their digest determines. Samples name their answers
     `opponent` and `policy`.
     """
+    # Without the run's seed: the reader of the votes has the samples only.
     rng = random.Random(derive_seed(0, "review", digest))
     # If these draws change, the pages of earlier runs have other digests, and their votes are refused.
     pairs = [BlindPair(sample, rng.random() < 0.5, opponent, policy) for sample in samples]

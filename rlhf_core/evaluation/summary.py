@@ -353,6 +353,7 @@ def _by_source(
     interval: Intervals,
 ) -> dict[str, dict[str, Any]]:
     """Return `_numbers` for the prompts of each data source. Empty if there is only one source."""
+    # Sorted, because a set of texts has another order in each process.
     names = sorted(set(measured.sources))
     if len(names) < 2:
         return {}
@@ -481,12 +482,14 @@ def answered_prompts(
     policy = main_policy(answers)
     models = [policy, *(model for model in answers if model != policy)]
     found = []
+    # Not strict, because only the first prompts of the policy are taken.
     for i, (answer, before) in enumerate(zip(answers[policy][:count], answers["sft"], strict=False)):
         assessments: dict[str, float | str] = {}
         for name, comparison in comparisons.items():
             winner = _winner(comparison, i, name)
             assessments[flat_name("winner", name)] = titles.get(winner, winner)
         assessments |= answer.scores
+        # Of each answer: a masked measure is not among its scores.
         measure = next(iter(answer.scores), "")
         if measure in before.scores:
             assessments["change"] = answer.scores[measure] - before.scores[measure]
