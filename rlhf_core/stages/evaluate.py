@@ -107,8 +107,10 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     policy = main_policy(policies)
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
     count = config.evaluate.answers_per_prompt
+    # In the order of `generate.responses_to_sets`: the first answers to all prompts, then the second ones.
     sources = [prompt.source or "unnamed" for prompt in prompts] * count
     pairs = load_chosen(config, context.data, judge)
+    # Before anything is sampled: a source that has changed, or a bad row, ends the stage here.
     regression_sets = prepare_sets(config, context)
     # Engines are started once, for all sets.
     config = with_room(config, regression_sets)
@@ -379,6 +381,7 @@ def write_evaluation(
     for problem in endless_models(evaluation["eos_rate"], titles):
         log.warning("%s", problem)
     out = context.output
+    # A NaN ends the stage: other readers of JSON refuse a file with one.
     text = json.dumps(evaluation, indent=2, allow_nan=False)
     (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     write_jsonl(out / "samples.jsonl", samples.first)
@@ -391,6 +394,7 @@ def write_evaluation(
     for name, title, caption, figure in figures:
         (out / "figures" / f"{name}.png").write_bytes(plots.to_png(figure))
         context.metrics.log_figure(name, figure)
+        # Last, because `to_image` thins long lines of the figure itself.
         images.append(Plot(title, caption, plots.to_image(figure)))
     html = render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
@@ -576,6 +580,7 @@ def load_chosen(config: PipelineConfig, data: Path, judge: str) -> list[PairExam
         return []
     by_prompt: dict[str, PairExample] = {}
     for pair in load_pairs(data, "eval"):
+        # Several pairs of a prompt have the same responses of the models, and would count them several times.
         by_prompt.setdefault(pair.prompt_id, pair)
     pairs = list(by_prompt.values())[: config.evaluate.prompts]
     if judge == "gold" and not has_gold(list(map(_prompt, pairs))):
