@@ -247,6 +247,7 @@ def running_engine(config: PipelineConfig, folder: Path, device: str, **options:
             # Before other models are loaded: vLLM has reserved a share of the device for its cache.
             engine.shutdown()
     finally:
+        # Also after an error, which the match survives: the limit of this engine must not end what follows.
         idle()
 
 

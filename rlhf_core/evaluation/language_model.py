@@ -210,6 +210,7 @@ class LanguageModelJudge:
             )  # fmt: skip
         elif missing:
             ask_service(FIELD, self._settings, missing, keep)
+        # By question, so that one that is asked twice in a stage is one request.
         self._asked |= replies
         return replies
 
@@ -436,6 +437,7 @@ def _choose(
     # A reply is one token.
     context_tokens = max(map(len, prompts)) + 1
     seed = derive_seed(config.run.seed, "evaluate") % 2**31
+    # In batches, so that replies are kept before the last question is answered.
     size = config.ppo.engine.max_num_seqs
     with running_engine(config, folder, device, max_model_len=context_tokens, seed=seed) as engine:
         for start in range(0, len(prompts), size):

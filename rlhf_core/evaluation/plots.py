@@ -191,6 +191,7 @@ def compared_curves(histories: Mapping[str, StepMetrics], metrics: Mapping[str, 
     longest = max(histories.values(), key=len)
     _legend(panels[0], "best")
     panels[-1].set_xlabel("step", color=INK, fontsize=9.5)
+    # The readings of a panel have the places of its first line.
     if all(len(history) == len(longest) for history in histories.values()):
         for axes in panels:
             _read_lines(axes, [f"step {number:g}" for number in longest.column("step")])
@@ -367,6 +368,7 @@ def _panel(axes: Any, width: float, height: float) -> Panel:
     """Return the panel of these axes, in an image of this size."""
     box = axes.get_position()
     left, right = axes.get_xlim()
+    # By x, because a KL can fall from one step to the next.
     found = sorted(axes.readings)
     found = found[:: math.ceil(len(found) / _MOST_READINGS)]
     at = [width * (box.x0 + box.width * (x - left) / (right - left)) for x, _, _ in found]
@@ -441,6 +443,7 @@ def _running_mean(values: Column, window: int) -> Column:
     """Return the trailing mean over `window` steps. NaN values are left out."""
     if window == 1:
         return values
+    # Sums and counts, because a convolution would spread each NaN over its window.
     sums = np.cumsum(np.nan_to_num(values))
     counts = np.cumsum(np.isfinite(values)).astype(np.float64)
     sums[window:] -= sums[:-window].copy()

@@ -90,6 +90,7 @@ def scores_of_rank(
         pad_id: The token that fills rows.
         _context: Not used; every target of a rank gets it.
     """
+    # Here, as in `evaluation.scoring`: the preflight imports this module, and needs no torch.
     import torch
     import torch.distributed as dist
 

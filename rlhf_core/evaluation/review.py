@@ -111,6 +111,7 @@ def blind_pairs(
 def page_digest(pairs: Sequence[BlindPair]) -> str:
     """Return the digest of what the page shows, which its votes contain."""
     shown = [[pair.prompt, pair.first, pair.second] for pair in pairs]
+    # With the format: votes of a page that counts them in another way must not fit.
     return hashlib.sha256(json.dumps([FORMAT, shown]).encode()).hexdigest()
 
 
@@ -189,6 +190,7 @@ def votes_by_pair(
     files = list(files)
     keys = voters(files)
     by_pair: dict[int, dict[str, float]] = {}
+    # In the order of time: a later vote of the same person replaces an earlier one.
     for file in sorted(newest_files(files), key=lambda file: (file.saved, file.digest)):
         if pairs := pairs_of(file):
             for vote in read_votes(file, pairs):

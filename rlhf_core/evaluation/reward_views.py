@@ -36,6 +36,7 @@ from rlhf_core.rewards.failures import Call, Outcome
 from rlhf_core.rewards.rules import repetition
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 
+# `reward_model.ground_truth` is the field of data sets for verl.
 _ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "reward_model.ground_truth")
 FORMS = (
     r"\boxed{{{}}}",
@@ -163,6 +164,7 @@ def _answer_field(prompts: Sequence[PromptExample], sources: Sequence[AnyReward]
     named = [source.field for source in sources if isinstance(source, AnswerReward)]
     for name in (*named, *_ANSWER_FIELDS):
         present = sum(field_value(prompt.meta, name) is not None for prompt in prompts)
+        # In most rows: a field that few rows have is not what answers are compared with.
         if 2 * present > len(prompts):
             return name
     return None
@@ -233,6 +235,7 @@ class Candidates:
         if self._longest and len(text) > _LONGER * self._longest:
             return f"is {len(text) / self._longest:.0f} times as long as the longest good response"
         known = sum(pair in self._known for pair in pairwise(found))
+        # A short text has too few pairs of words to be judged by them.
         if len(found) > 8 and known < _KNOWN * (len(found) - 1):
             return "is no sentence"
         return ""
@@ -508,6 +511,7 @@ class View:
         least, and hardly ever less.
         """
         worse = [i for i, gap in self._gaps.items() if gap < -_READS * self._range]
+        # Four times as many as the other way round: noise tells rows apart in both directions.
         return len(self.told_apart) > max(_READS * len(self.wrong), 4 * len(worse))
 
     @cached_property

@@ -145,6 +145,7 @@ def trained_on(config: PipelineConfig, measure: str) -> bool:
     if measure == "judge_model":
         return measure in labels
     kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
+    # A source with the weight 0 is only measured, and trains nothing.
     used = [source for source in config.ppo.rewards if source.weight]
     judge = config.evaluate.language_model
     if measure == "language_model":

@@ -116,6 +116,7 @@ def bootstrap_mean(
     # The bootstrap takes no account of how few groups there are: they have fewer degrees of freedom.
     if sums.size < x.size:
         wider = widening(x.size, sums.size, confidence)
+        # The wider interval could leave the range of the values, which no mean does.
         low = max(mean - (mean - low) * wider, x.min())
         high = min(mean + (high - mean) * wider, x.max())
     return Interval(mean, float(low), float(high))

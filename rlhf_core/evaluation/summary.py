@@ -447,6 +447,7 @@ def notable_rows(
     score = [answer.scores.get(measure, math.nan) for answer in answers[policy]]
     before = [answer.scores.get(measure, math.nan) for answer in answers["sft"]]
     change = _difference(score, before)
+    # NaN has no place in an order, and would leave the rows unsorted.
     known = [i for i, value in enumerate(change) if not math.isnan(value)]
     chosen = {
         "Lowest score": sorted(known, key=lambda i: score[i]),
@@ -500,6 +501,7 @@ def answered_prompts(
 
 def _winner(comparison: Comparison, index: int, policy: str) -> str:
     """Return the policy, `sft` or `tie`."""
+    # Exact floats: `statistics.preference` and `questions.judged` return no others.
     return {1.0: policy, 0.5: "tie", 0.0: "sft"}[comparison.preferences[index]]
 
 

@@ -407,6 +407,7 @@ def write_evaluation(
 def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFigure:
     """Return the figure of the scores of the SFT model and the policy."""
     policy = main_policy(measured.kl)
+    # Two panels have room beside each other; the measures are in the order of their trust.
     shown = {name: (pair["sft"], pair[policy]) for name, pair in list(measured.measures.items())[:2]}
     return CaptionedFigure(
         "reward_distribution",
@@ -433,6 +434,7 @@ def _figures(history: plots.StepMetrics, distribution: CaptionedFigure) -> list[
             plots.reward_against_kl(history),
         )
         figures = [by_step, distribution, against_kl]
+    # A single source is the score, which has a figure already.
     if len(plots.reward_means(history)) > 1:
         by_source = CaptionedFigure(
             "reward_sources",

@@ -460,6 +460,7 @@ def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, flo
         {
             **measured,
             "train/grad_norm": norm,
+            # All groups of parameters have the same one; they differ in their weight decay.
             "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
             "train/skipped_steps": float(engine.skipped_steps),
         }

@@ -468,6 +468,7 @@ class Fleet:
             return wanted
         if self._device == "cpu":
             return "gloo"
+        # NCCL cannot have two ranks on one GPU.
         if self.settings.ppo.colocate == "all":
             return "ipc"
         return "gloo" if lacks_nccl() else "nccl"

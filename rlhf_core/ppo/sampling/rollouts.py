@@ -85,6 +85,7 @@ def prompts_of_step(count: int, per_step: int, seed: int, step: int, *, shuffled
     for position in range(start, start + per_step):
         epoch, offset = divmod(position, count)
         if shuffled:
+            # For each position: `permutation` keeps the orders of the last epochs.
             offset = permutation(count, derive_seed(seed, "prompts", epoch))[offset]
         indices.append(offset)
     return indices

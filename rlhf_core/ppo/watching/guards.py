@@ -353,6 +353,8 @@ class Guards:
             )
 
         kl = metrics.get("objective/kl", 0.0)
+        # Not below 0: the mean of k1 over samples is noisy, and often negative while the policy is close to
+        # the reference.
         if kl < -limit("negative_kl"):
             met["negative_kl"] = (
                 f"the KL to the reference is {kl:.3g} nats per response, which is impossible for"

@@ -108,6 +108,7 @@ class Selection:
     def is_due(self, version: int) -> bool:
         """Return whether `version` must be evaluated now."""
         every = self._ppo.evaluation_interval
+        # An attempt that continues from the checkpoint of a version has its evaluation.
         if every is None or version in self.evaluations:
             return False
         return version % every == 0 or version == self._ppo.steps
