@@ -110,7 +110,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     # In the order of `generate.responses_to_sets`: the first answers to all prompts, then the second ones.
     sources = [prompt.source or "unnamed" for prompt in prompts] * count
     pairs = load_chosen(config, context.data, judge)
-    # Before anything is sampled: a source that has changed, or a bad row, ends the stage here.
     regression_sets = prepare_sets(config, context)
     # Engines are started once, for all sets.
     config = with_room(config, regression_sets)
