@@ -303,7 +303,6 @@ def evaluation_curves(
     figure, (left, right) = _figure(9.4, 4.0, columns=2)
     versions = sorted(evaluations)
     kl = np.array([evaluations[version].get("eval/kl", math.nan) for version in versions])
-    # As in `reward_against_kl`.
     distance = np.sqrt(np.clip(kl, 0.0, None))
     for name, (label, color) in _EVALUATED.items():
         values = [evaluations[version].get(name, math.nan) for version in versions]
