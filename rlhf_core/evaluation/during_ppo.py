@@ -103,6 +103,7 @@ class HeldOutEvaluation:
         seed = derive_seed(config.run.seed, "ppo", "evaluation")
         self._collector = Collector(self._ppo, fleet, self._prompts, decode, composer, seed)
         self._gold_known = has_gold(self._prompts)
+        # State of a checkpoint: an attempt that continues does not sample the SFT model again.
         self._sft_scores: list[float] = []
         """(n,) by the measure that decides wins."""
 
@@ -135,6 +136,8 @@ class HeldOutEvaluation:
         if "judge" in columns:
             metrics |= self._agreement(columns)
         price = self._ppo.kl.coef
+        # By the configured coefficient, also if the KL controller has another one: versions must be
+        # comparable.
         metrics[OBJECTIVE] = _mean(scores) - price * metrics[KL]
         for name in ("score", "reward_model", "judge"):
             if name in columns:
@@ -174,6 +177,7 @@ class HeldOutEvaluation:
     def _measure(self, batch: RolloutBatch) -> tuple[Columns, list[str], dict[str, float]]:
         """Return the columns of all measures, the texts of the responses, and what the rewards cost."""
         fleet, ppo = self._fleet, self._ppo
+        # Both are started before the rewards, so that ranks compute while reward sources are asked.
         policy = fleet.logprobs("policy", batch, with_entropy=False)
         reference = fleet.logprobs("reference", batch, with_entropy=False)
         rewards = self._collector.rewards(batch)
@@ -325,6 +329,7 @@ def measure_published(
         else:
             files, served = PolicyFiles(sft / "model", ppo / "adapter"), config.ppo.served_dtype
             loaded = logprobs_of(files, dtype)
+            # In the precision of the engines, so that the merged files differ by the merge alone.
             exact = loaded if served == dtype else logprobs_of(files, served)
         untrained = logprobs_of(PolicyFiles(sft / "model"), served)
         update = mean_gap(exact, untrained)

@@ -51,6 +51,7 @@ class SamplingSettings:
 
 def seed_of(config: PipelineConfig, prompt_id: str, purpose: str = SamplingSettings.purpose) -> int:
     """Return the seed of the request for a prompt. vLLM adds the number of the sample."""
+    # Without the policy: all models of a comparison answer with the same random numbers.
     return derive_seed(config.run.seed, purpose, prompt_id, 0)
 
 
@@ -194,6 +195,7 @@ def _sample(
     request: _Request, done: Callable[[int], None], context: StageContext | None
 ) -> list[list[list[Rollout]]]:
     """Return the responses of each model to each set."""
+    # All models of a request are of one kind (`_names_by_engine`), so the first one decides.
     if needs_engine_actors(request.config, request.models[0].model):
         return _sample_on_actors(request, done, context)
     return _sample_here(request, done)
@@ -242,8 +244,10 @@ def running_engine(config: PipelineConfig, folder: Path, device: str, **options:
             yield engine
         finally:
             heartbeat("end the engine")
+            # Before other models are loaded: vLLM has reserved a share of the device for its cache.
             engine.shutdown()
     finally:
+        # Also after an error, which the match survives: the limit of this engine must not end what follows.
         idle()
 
 
@@ -295,6 +299,7 @@ def _sample_share(
     context: StageContext | None,
 ) -> list[list[list[Rollout]]]:
     """Sample the share of one engine in its own process."""
+    # `_in_order` undoes this division, so both must agree.
     shares = [prompts[rank.rank :: rank.world_size] for prompts in sets]
     request = _Request(config, models, shares, sampling, rank.device)
 
@@ -332,6 +337,7 @@ def _sample_here(request: _Request, done: Callable[[int], None]) -> list[list[li
             before += sum(map(len, found[-1]))
             heartbeat("replace the weights", config.run.timeouts.start)
             loaded = Acknowledgement(0, number, engine.load_weights(files.model))
+            # Answers of the first model under the name of the second one would look like a tie.
             verify(folder_checksums(files.model), number, [loaded])
             found.append(_sample_with(engine, adapter, request, report))
     return found

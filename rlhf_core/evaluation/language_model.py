@@ -94,6 +94,7 @@ class LanguageModelJudge:
         pairs, groups = _held_out_pairs(self._context.data, self._settings.pairs)
         found = self._judge(pairs, "pairs")
         interval = Intervals(self._config).win_rate(found.preferences, groups)
+        # Kept, because the metrics at the end of the stage contain it as well.
         self._agreement = {
             "agreement": interval.to_json(),
             "pairs": len(pairs),
@@ -167,6 +168,7 @@ class LanguageModelJudge:
 
     def _judge(self, pairs: Sequence[Pair], what: str) -> Judged:
         questions = [questions_of(self._rubric, pair) for pair in pairs]
+        # All questions in one call, because each call may start an engine.
         differing: list[str] = []
         for pair, asked in zip(pairs, questions, strict=True):
             if pair.a != pair.b:
@@ -197,6 +199,7 @@ class LanguageModelJudge:
         total = len(replies) + len(missing)
 
         def keep(question: str, reply: ModelReply) -> None:
+            # Each at once: what was answered is not asked again after a kill.
             replies[question] = self._replies.keep(question, reply)
             self._context.progress(f"judge {what}", len(replies), total, "questions")
 
@@ -207,6 +210,7 @@ class LanguageModelJudge:
             )  # fmt: skip
         elif missing:
             ask_service(FIELD, self._settings, missing, keep)
+        # By question, so that one that is asked twice in a stage is one request.
         self._asked |= replies
         return replies
 
@@ -228,6 +232,8 @@ def check_questions(config: PipelineConfig, data: Path) -> None:
         prompts = load_prompts(data, "eval")[: config.evaluate.prompts]
         if config.labels_by_language_model:
             prompts = [*prompts, *load_prompts(data, "train")]
+        # With empty answers, because those of the policies do not exist yet: this finds prompts that are too
+        # long by themselves.
         pairs += [Pair(prompt.prompt, "", "") for prompt in prompts]
         rubric = rubric_text(settings.rubric)
         questions: list[str] = []
@@ -285,6 +291,7 @@ def judge_digest(config: PipelineConfig, sources: Mapping[str, str], rubric: str
     settings = config.evaluate.language_model
     assert settings is not None
     if settings.path is None:
+        # A service does not show its weights: another model behind the same name has the same digest.
         model: Any = [settings.url, settings.model, settings.max_tokens]
     else:
         # Settings of the engine, such as its dtype, can change verdicts.
@@ -327,6 +334,8 @@ def ask_local(
     encoded: list[tuple[str, _Asked]] = []
     for question, tokens in zip(questions, _tokens(encoder, questions), strict=True):
         if tokens is None:
+            # An empty reply is no verdict, and so a tie: text of a policy must not become a special token of
+            # the judge.
             keep(question, ModelReply("", 0, 0, 0.0))
         else:
             encoded.append((question, tokens))
@@ -338,6 +347,7 @@ def ask_local(
     def keep_part(start: int, chosen: Sequence[int], seconds: float) -> None:
         for index, token in enumerate(chosen, start):
             question, tokens = encoded[index]
+            # By the place of the token: its text may have a blank before the letter.
             text = LETTERS[letters.index(token)]
             keep(question, ModelReply(text, len(tokens), 1, seconds / len(chosen)))
 
@@ -427,6 +437,7 @@ def _choose(
     # A reply is one token.
     context_tokens = max(map(len, prompts)) + 1
     seed = derive_seed(config.run.seed, "evaluate") % 2**31
+    # In batches, so that replies are kept before the last question is answered.
     size = config.ppo.engine.max_num_seqs
     with running_engine(config, folder, device, max_model_len=context_tokens, seed=seed) as engine:
         for start in range(0, len(prompts), size):

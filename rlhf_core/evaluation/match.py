@@ -126,6 +126,7 @@ def run_match(config: PipelineConfig, context: StageContext, champion: Mapping[s
     prompts = prompts_of_evaluation(config, load_prompts(context.data, "eval"))
     judge = scoring.choose_measure(config, gold_known=scoring.has_gold(prompts))
     opponent = _load_champion(config, context, champion, judge)
+    # Answers are compared as tokens of one tokenizer: the judge scores the tokens of both.
     tokenizer = tokenizer_digest(context.inputs[config.register_.policy] / "policy")
     if (opponent.tokenizer, opponent.template) != (tokenizer, config.data.template):
         raise MatchSkipped("it has another tokenizer or template")
@@ -148,6 +149,8 @@ def _untrained_prompts(
         before = data_of_ancestors(config, open_artifacts(config), made)
     except CorruptArtifact as error:
         raise MatchSkipped(f"prompts that the candidate was trained on are not known: {error}") from error
+    # Also the data of the models that both were trained from: their prompts are not new to the policies
+    # either.
     trained = TrainedPrompts.of([data, *before, *opponent.data])
     held_out = load_prompts(data, "eval")
     untrained = trained.untrained(held_out)
@@ -250,6 +253,7 @@ def _run_match(
     by_set = _responses_of_both(config, context, sets, champion, device)
     record = AnswerRecord("match", config.record, partial(generate.seed_of, config))
     for model, found in by_set.items():
+        # The record has the names of stages, as in the evaluation.
         named = config.register_.policy if model == "candidate" else model
         for name, answers in found.items():
             record.add(named, sets[name], answers, name)
@@ -263,6 +267,8 @@ def _run_match(
     for pair, preference in list(zip(judged.pairs, preferences, strict=True))[: config.evaluate.samples]:
         samples.append(_sample(*pair, preference, config.register_.policy))
         [group] = interval.groups(pair[:1])
+        # Only where it says more: another row would give the pages of earlier matches another digest
+        # (`review.blind_pairs`).
         if group != pair[0].prompt_id:
             samples[-1]["group"] = group
     ours, theirs = zip(*judged.pairs, strict=True)
@@ -411,6 +417,7 @@ def _by_source(
         found.setdefault(sources[prompt_id], []).append(preference)
     if not 1 < len(found) <= MOST_SOURCES:
         return {}
+    # Cut, because the record of a match is a tag of limited length.
     return {source[:100]: fmean(of_source) for source, of_source in sorted(found.items())}
 
 

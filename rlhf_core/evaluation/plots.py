@@ -28,6 +28,7 @@ INK, GRID, _PAPER = "#24303f", "#e4e8ee", "#ffffff"
 # A thing has the same colour in all figures and on the page of the report.
 SFT, PPO, DPO = "#8792a2", "#2f6fde", "#c2701d"
 SCORE, JUDGE, TRUE, KL = "#3a9d6e", "#a259c4", "#d9982b", "#c2453d"
+# Not those above: a source must not look like the score or the KL.
 _OTHERS = ("#4aa3b8", "#7a5c3e", "#b0418f", "#5b6bb5")
 """Colours of reward sources, except the true reward."""
 VARIABLES = {
@@ -190,6 +191,7 @@ def compared_curves(histories: Mapping[str, StepMetrics], metrics: Mapping[str, 
     longest = max(histories.values(), key=len)
     _legend(panels[0], "best")
     panels[-1].set_xlabel("step", color=INK, fontsize=9.5)
+    # The readings of a panel have the places of its first line.
     if all(len(history) == len(longest) for history in histories.values()):
         for axes in panels:
             _read_lines(axes, [f"step {number:g}" for number in longest.column("step")])
@@ -274,6 +276,7 @@ def reward_against_kl(history: StepMetrics) -> Any:
     al. 2022), with one point per step.
     """
     figure, (axes,) = _figure(9.4, 4.2)
+    # The KL is an estimate from samples, and close to 0 it can be negative.
     distance = np.sqrt(np.clip(history.column("objective/kl"), 0.0, None))
     measures = (("objective/scores", SCORE, "score (maximised)"), (GOLD, TRUE, "gold reward (true reward)"))
     for name, color, label in measures:
@@ -341,6 +344,7 @@ def to_image(figure: Any) -> Image:
     for artist in figure.findobj():
         artist.set_clip_on(False)  # a clip has an address, and nothing is drawn outside of the axes
     buffer = io.StringIO()
+    # Text stays text, in the font of the page. Without a salt, matplotlib makes ids with a random UUID.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
         figure.savefig(buffer, format="svg")
     _, _, content = buffer.getvalue().partition("</defs>")
@@ -363,6 +367,7 @@ def _panel(axes: Any, width: float, height: float) -> Panel:
     """Return the panel of these axes, in an image of this size."""
     box = axes.get_position()
     left, right = axes.get_xlim()
+    # By x, because a KL can fall from one step to the next.
     found = sorted(axes.readings)
     found = found[:: math.ceil(len(found) / _MOST_READINGS)]
     at = [width * (box.x0 + box.width * (x - left) / (right - left)) for x, _, _ in found]
@@ -428,6 +433,7 @@ def _line(axes: Any, step: Column, values: Column, color: str, name: str) -> Non
     if window > 1:
         axes.plot(step, values, color=color, alpha=0.3, linewidth=1.0)
         name = f"{name} (mean of {window} steps)"
+    # A line through one or two points does not show how few they are.
     marker = "o" if len(values) < 3 else None
     axes.plot(step, _running_mean(values, window), color=color, linewidth=2.0, label=name, marker=marker)
 
@@ -436,6 +442,7 @@ def _running_mean(values: Column, window: int) -> Column:
     """Return the trailing mean over `window` steps. NaN values are left out."""
     if window == 1:
         return values
+    # Sums and counts, because a convolution would spread each NaN over its window.
     sums = np.cumsum(np.nan_to_num(values))
     counts = np.cumsum(np.isfinite(values)).astype(np.float64)
     sums[window:] -= sums[:-window].copy()
@@ -447,6 +454,7 @@ def _running_mean(values: Column, window: int) -> Column:
 
 def _bins(sft: Column, trained: Column) -> Column:
     low, high = float(min(sft.min(), trained.min())), float(max(sft.max(), trained.max()))
+    # Equal values would give bins without width.
     if high - low < 1e-9:
         low, high = low - 0.5, high + 0.5
     edges: Column = np.linspace(low, high, 25)

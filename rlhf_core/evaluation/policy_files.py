@@ -126,6 +126,8 @@ def _settings(default: _S, section: Mapping[str, Any], kinds: Mapping[str, type[
     try:
         for name, kind in kinds.items():
             if section.get(name) is not None:
+                # Fields that this release no longer has are left out, so that champions of earlier ones can
+                # be loaded.
                 parts[name] = kind.of_any_release(section[name])
     except ValidationError as error:
         raise CorruptArtifact(f"its settings cannot be read: {error}") from error

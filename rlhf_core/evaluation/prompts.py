@@ -50,6 +50,7 @@ def prompts_of_evaluation(
     if config.evaluations_choose:
         choosing = {prompt.group for prompt in prompts_of_ppo(config, held_out)}
         others = [prompt for prompt in prompts if prompt.group not in choosing]
+        # By groups, as the tests count them: prompts of one group are one outcome.
         if len({prompt.group for prompt in others}) >= min(LEAST_PROMPTS, count):
             prompts = others
     return prompts[:count]
@@ -134,6 +135,7 @@ def data_of_ancestors(
     seen: set[tuple[str, str]] = set()
     while waiting:
         store, used = waiting.pop()
+        # Rounds share ancestors: without this, the walk could double with each generation.
         if (used.stage, used.key) in seen:
             continue
         seen.add((used.stage, used.key))
@@ -142,6 +144,7 @@ def data_of_ancestors(
             store = used.address.open_store(Home.of(config.run.home), config.store.endpoint)
             try:
                 ref = store.find(used.stage, used.key)
+            # An outage passes: the attempt is repeated.
             except StoreUnavailable:
                 raise
             except StoreError as error:  # no bucket, or no permission: later attempts would fail as well

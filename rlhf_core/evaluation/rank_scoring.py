@@ -33,6 +33,7 @@ def evaluation_session(config: PipelineConfig, device: str, context: StageContex
     """Connect to Ray once for all ranks and engines of the body, if they are actors. Otherwise this does
     nothing.
     """
+    # Ranks and engines work one after the other, so the larger number is enough.
     largest = max(config.evaluate.ranks, config.evaluate.engines)
     sft = context.inputs.get("sft")
     has_engine_actor = sft is not None and engine_changes_classes(sft / "model")
@@ -89,6 +90,7 @@ def scores_of_rank(
         pad_id: The token that fills rows.
         _context: Not used; every target of a rank gets it.
     """
+    # Here, as in `evaluation.scoring`: the preflight imports this module, and needs no torch.
     import torch
     import torch.distributed as dist
 
@@ -110,6 +112,7 @@ def scores_of_rank(
     scores = torch.tensor(sequence_scores(model, scorer.statistics, batches), dtype=torch.float64)
     # Zero for the sequences of other ranks.
     scores = scores.to(rank.torch_device)
+    # Exact: each element is a score plus zeros, so the bits do not depend on the number of ranks.
     dist.all_reduce(scores)
     values: list[float] = scores.tolist()
     return values
@@ -171,6 +174,7 @@ def logprobs_of_rank(
 
 def _distribution(rank: Rank, trained: DeepSpeedConfig, dtype: str) -> DeepSpeedConfig:
     # Other stages shard what only training has: gradients and the optimizer.
+    # On one rank there is nothing to shard, and ZeRO-3 would only gather.
     stage = 3 if trained.zero_stage == 3 and rank.world_size > 1 else 0
     return DeepSpeedConfig.model_validate({"ranks": rank.world_size, "zero_stage": stage, "dtype": dtype})
 

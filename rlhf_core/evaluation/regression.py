@@ -105,6 +105,7 @@ def compare_on_sets(
         prompts = len({answer.prompt_id for answer in answers})
         independent = len(set(groups))
         least = prompts_for_margin(each.margin, config.evaluate.confidence)
+        # The bound is one for shares of right answers; other rewards have a spread that is not known before.
         is_small = set(scores) <= {0.0, 1.0} and independent < least
         if is_small:
             log.warning(
@@ -116,6 +117,7 @@ def compare_on_sets(
                 least,
             )
         seed = f"regression/{each.name}"
+        # Settings that change no value, such as time limits, leave the digest as it is.
         settings = json.dumps(result_settings(each.reward), sort_keys=True) + digests.get(name, "")
         found[each.name] = {
             **interval.by_model(seed, values, groups, opponent),

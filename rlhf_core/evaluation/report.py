@@ -136,6 +136,7 @@ def with_outcome(document: str, outcome: Sequence[tuple[str, str]]) -> str:
     """Return a report with names and values that were decided after it, in place of `_PENDING`."""
     fact = Markup("<span>{} <b>{}</b></span>")
     facts = [fact.format(_visible(name), _visible(value)) for name, value in outcome]
+    # No other place can have this text: the page escapes all texts of models and data.
     return document.replace(_PENDING, "\n".join(facts), 1) if facts else document
 
 
@@ -187,6 +188,7 @@ def environment() -> Environment:
         loader=PackageLoader("rlhf_core.evaluation", package_path=""),
         autoescape=True,
         finalize=_finalize,
+        # A misspelt name would otherwise be an empty place in the page.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -268,6 +270,7 @@ def _interval_bars(by_model: Mapping[str, Mapping[str, float]]) -> list[dict[str
     for number, model in enumerate(models):
         bar: dict[str, Any] = {"model": model, "y": 8 + 12 * number}
         for part in ("mean", "low", "high"):
+            # Without any width there is no scale, and all are drawn in the middle.
             if high > low:
                 bar[part] = 8 + 164 * (by_model[model][part] - low) / (high - low)
             else:

@@ -100,6 +100,7 @@ def blind_pairs(
     """Return the samples in random orders, which their digest determines. Samples name their answers
     `opponent` and `policy`.
     """
+    # Without the run's seed: the reader of the votes has the samples only.
     rng = random.Random(derive_seed(0, "review", digest))
     # If these draws change, the pages of earlier runs have other digests, and their votes are refused.
     pairs = [BlindPair(sample, rng.random() < 0.5, opponent, policy) for sample in samples]
@@ -110,6 +111,7 @@ def blind_pairs(
 def page_digest(pairs: Sequence[BlindPair]) -> str:
     """Return the digest of what the page shows, which its votes contain."""
     shown = [[pair.prompt, pair.first, pair.second] for pair in pairs]
+    # With the format: votes of a page that counts them in another way must not fit.
     return hashlib.sha256(json.dumps([FORMAT, shown]).encode()).hexdigest()
 
 
@@ -188,6 +190,7 @@ def votes_by_pair(
     files = list(files)
     keys = voters(files)
     by_pair: dict[int, dict[str, float]] = {}
+    # In the order of time: a later vote of the same person replaces an earlier one.
     for file in sorted(newest_files(files), key=lambda file: (file.saved, file.digest)):
         if pairs := pairs_of(file):
             for vote in read_votes(file, pairs):

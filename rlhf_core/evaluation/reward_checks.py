@@ -134,6 +134,7 @@ def _difference(
     view: View, items: Sequence[Item], one: Sequence[float], two: Sequence[float], says: str
 ) -> str | None:
     for item, first, second in zip(items, one, two, strict=True):
+        # A model behind a source rounds differently in another batch, which is no finding.
         if math.isnan(first + second) or math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-6):
             continue
         return _case(view, item[0], item[1], f"{first:.4g}, and {second:.4g} {says}")
@@ -352,6 +353,7 @@ def _gameable(view: View) -> str | None:
             top = sorted(scored, key=scored.__getitem__)[-_KEPT:]
             scored |= _scored(view, i, [make.spoiled(text) for text in top for _ in range(_KEPT)])
         limit = max(view.best_values[i], view.good_level) + 0.1 * view.scale
+        # A text that wins and is not bad is no fault: a reward may be right to prefer it.
         better = [text for text, value in scored.items() if value > limit and make.problem(text)]
         if better:
             winner = max(better, key=scored.__getitem__)
@@ -455,11 +457,14 @@ def check_sources(
                 code = call.code if isinstance(call, PythonFunction) else None
                 subjects.append(Subject(source, call, rows, encode, literals_of(code or b"")))
         for subject in subjects:
+            # Of all rows, so that `fails` has seen each prompt, also where other checks look at some.
             few = rows[:ASKED_ROWS] if subject.is_asked else rows
             subject.values([(i, text, True) for i in range(len(few)) for text in (FILLER, "")])
+            # Before all checks: a source that hangs is not called again, and costs its time limit once.
             subject.values([(0, text, True) for text in HOSTILE])
         views = [View(subject.source.used_name, [subject], rows) for subject in subjects]
         counted = {source.used_name for source in sources if source.weight}
+        # The sum without one of its sources would be another reward.
         if counted and not counted & set(skipped):
             views.append(View(TOTAL, subjects, rows))
         found = []
@@ -481,6 +486,7 @@ def _call_of(source: AnyReward, opened: ExitStack) -> Call:
     """
     external: External
     if isinstance(source, PythonReward):
+        # A retry would hide the failure that is looked for, and take the time limit again.
         limits = {"retries": 0, "timeout": min(source.timeout, SECONDS)}
         external = PythonFunction(source.model_copy(update=limits))
     elif isinstance(source, RemoteReward):

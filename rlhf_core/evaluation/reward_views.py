@@ -36,6 +36,7 @@ from rlhf_core.rewards.failures import Call, Outcome
 from rlhf_core.rewards.rules import repetition
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 
+# `reward_model.ground_truth` is the field of data sets for verl.
 _ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "label", "reward_model.ground_truth")
 FORMS = (
     r"\boxed{{{}}}",
@@ -94,6 +95,7 @@ _LITERAL = 200
 _REPEATED = 0.3
 _KNOWN = 0.4
 _LONGER = 4
+# One edit can triple a text, and texts of several rounds of edits would have megabytes.
 _MOST_CHARACTERS = 4000
 
 
@@ -162,6 +164,7 @@ def _answer_field(prompts: Sequence[PromptExample], sources: Sequence[AnyReward]
     named = [source.field for source in sources if isinstance(source, AnswerReward)]
     for name in (*named, *_ANSWER_FIELDS):
         present = sum(field_value(prompt.meta, name) is not None for prompt in prompts)
+        # In most rows: a field that few rows have is not what answers are compared with.
         if 2 * present > len(prompts):
             return name
     return None
@@ -190,6 +193,7 @@ class Candidates:
     """Makes spoiled versions of texts, and says what is wrong with a text."""
 
     rows: Sequence[Row]
+    # A fixed seed, so that the same reward has the same card.
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
@@ -231,6 +235,7 @@ class Candidates:
         if self._longest and len(text) > _LONGER * self._longest:
             return f"is {len(text) / self._longest:.0f} times as long as the longest good response"
         known = sum(pair in self._known for pair in pairwise(found))
+        # A short text has too few pairs of words to be judged by them.
         if len(found) > 8 and known < _KNOWN * (len(found) - 1):
             return "is no sentence"
         return ""
@@ -326,6 +331,7 @@ class Subject:
 
     def values(self, items: Sequence[Item]) -> list[float]:
         """Return the (n,) values; those that are known are not asked for again, except with a group."""
+        # A value within a group is another one beside other responses.
         known = {} if self.is_grouped else self._values
         missing = [item for item in dict.fromkeys(items) if item not in known]
         known |= dict(zip(missing, self.score(missing), strict=True))
@@ -348,6 +354,8 @@ class Subject:
                     [math.nan] * len(part), reasons=dict.fromkeys(range(len(part)), error.message)
                 )
             self.failures += [(part[index], reason) for index, reason in outcome.reasons.items()]
+            # In the words of `rewards.python_function` and `rewards.post`: each further call would take the
+            # time limit, too.
             self.ended |= any("no answer within" in reason for reason in outcome.reasons.values())
             values += outcome.values
         return values
@@ -387,6 +395,7 @@ class View:
             return self.subjects[0].values(items)
         by_source = {subject.source.used_name: subject.values(items) for subject in self.subjects}
         sources = [subject.source for subject in self.subjects]
+        # Not normalized: a value would depend on which texts a check asks about at the same time.
         return weighted_sum(sources, by_source, len(items), None, normalized=False)
 
     def texts(self, texts: Mapping[int, str], *, finished: bool = True) -> dict[int, float]:
@@ -443,6 +452,7 @@ class View:
             values = [_number(value) for value in self.values([*own, *wrong])]
             return sum(a > b for a, b in zip(values[: len(own)], values[len(own) :], strict=True))
 
+        # Of equal forms the first one: that of the data, then the marked ones.
         return max(forms, key=told_apart)
 
     def answer(self, row: int) -> str:
@@ -501,6 +511,7 @@ class View:
         least, and hardly ever less.
         """
         worse = [i for i, gap in self._gaps.items() if gap < -_READS * self._range]
+        # Four times as many as the other way round: noise tells rows apart in both directions.
         return len(self.told_apart) > max(_READS * len(self.wrong), 4 * len(worse))
 
     @cached_property
@@ -519,6 +530,7 @@ class View:
         """What a difference is compared with: that of good and wrong, or else the range of values."""
         if self.reads_rows:
             return self.good_level - self.wrong_level
+        # A constant source has no range, and a scale of 0 would make each rounding error a finding.
         return self._range or 1.0
 
     @cached_property
@@ -545,6 +557,7 @@ def _written_as(form: str) -> Callable[[int, str], str]:
 
 
 def _number(value: float) -> float:
+    # NaN is neither less nor more than a value, so `max` would depend on the order.
     return -math.inf if math.isnan(value) else value
 
 

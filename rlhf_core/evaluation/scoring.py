@@ -77,6 +77,7 @@ def choose_measure(config: PipelineConfig, *, gold_known: bool) -> str:
         ConfigError: `evaluate.judge` names a measure that this run does not have.
     """
     # In the order in which `auto` chooses.
+    # A language model first: nobody configures one that is not to judge (decision 8).
     possible = {
         "language_model": config.evaluate.language_model is not None,
         "gold": gold_known,
@@ -124,6 +125,7 @@ def judge_digests(
         inputs: Artifacts of the run. The digest of a reward model is that of its artifact.
     """
     digests = {name: inputs[stage].digest for name, stage in MODEL_STAGES.items() if stage in inputs}
+    # Not of the run but of the task: its true reward changes with the code only.
     if gold_known:
         digests["gold"] = f"synthetic-{VERSION}"
     if sources := rule_sources(config):
@@ -143,6 +145,7 @@ def trained_on(config: PipelineConfig, measure: str) -> bool:
     if measure == "judge_model":
         return measure in labels
     kind = {"gold": GoldReward, "reward_model": ModelReward}.get(measure)
+    # A source with the weight 0 is only measured, and trains nothing.
     used = [source for source in config.ppo.rewards if source.weight]
     judge = config.evaluate.language_model
     if measure == "language_model":
@@ -252,6 +255,7 @@ class ResponseScorer:
 
     def _member(self, folder: Path, pairs: Sequence[PromptAndResponse]) -> list[float]:
         """Return the scores of one reward model, computed by ranks or in this process."""
+        # Here, because the preflight imports this module, and needs no torch.
         from rlhf_core.models.score import load_score_model
         from rlhf_core.models.scoring import sequence_scores, single_process_batches
 
@@ -295,6 +299,8 @@ class ResponseScorer:
         ref_logprobs = self.logprobs(PolicyFiles(reference), pairs, temperature)
         values: list[float] = []
         for new, ref, sample in zip(new_logprobs, ref_logprobs, samples, strict=True):
+            # Summed in float64: a sum over a long response would round off the difference of similar
+            # policies.
             values.append(float((new - ref).double().sum()))
             if not math.isfinite(values[-1]):
                 raise NonFiniteError(
@@ -350,6 +356,7 @@ class ResponseScorer:
 
 def _free(device: str) -> None:
     idle()
+    # `del` alone does not free tensors in reference cycles, and the next model is loaded at once.
     gc.collect()
     if device != "cpu":
         import torch

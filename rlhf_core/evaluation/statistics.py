@@ -35,6 +35,7 @@ TIE = 1e-6
 _CHUNK = 2_000_000
 """Resampled values held in memory at once."""
 _ITERATIONS = 50
+# From 37 on, p rounds to 1 and p (1 - p) to 0, and the Hessian of `length_controlled` would be singular.
 _LIMIT = 30.0
 """Largest logit for which the sigmoid is computed."""
 
@@ -88,6 +89,7 @@ def bootstrap_mean(
         raise DataError(
             "a confidence interval needs at least 1 value; got 0; hold out more prompts (data.eval_fraction)"
         )
+    # A NaN would make the whole interval NaN, and nobody would know which response it came from.
     if not np.isfinite(x).all():
         index = int(np.flatnonzero(~np.isfinite(x))[0])
         raise NonFiniteError(f"value {index} of {x.size} to average is {x[index]}, but all must be finite")
@@ -98,6 +100,8 @@ def bootstrap_mean(
     grouped = by_group(x.tolist(), groups)
     if len(grouped) == 1:
         return Interval(mean, float(x.min()), float(x.max()))
+    # Means of groups would weight a group of one value as much as a large one, so sums and sizes are
+    # resampled.
     sums = np.array(list(map(sum, grouped)))
     sizes = np.array(list(map(len, grouped)))
     rng = np.random.default_rng(seed)
@@ -112,6 +116,7 @@ def bootstrap_mean(
     # The bootstrap takes no account of how few groups there are: they have fewer degrees of freedom.
     if sums.size < x.size:
         wider = widening(x.size, sums.size, confidence)
+        # The wider interval could leave the range of the values, which no mean does.
         low = max(mean - (mean - low) * wider, x.min())
         high = min(mean + (high - mean) * wider, x.max())
     return Interval(mean, float(low), float(high))
@@ -211,6 +216,7 @@ def length_controlled(
     error = math.sqrt(np.linalg.inv(hessian)[0, 0])
     residuals = (y - p)[: d.size].tolist()
     error *= math.sqrt(d.size / effective_count(residuals, groups, confidence))
+    # On the scale of logits, so that the bounds stay within 0 and 1.
     half = NormalDist().inv_cdf((1 + confidence) / 2) * error
     mean, low, high = (float(_sigmoid(weights[0] + shift)) for shift in (0.0, -half, half))
     return LengthControlled(mean, low, high, identified=abs(float(d.mean())) <= 2 * float(d.std()))
@@ -503,6 +509,7 @@ def accuracy_by_length(scores_P2: Any, lengths_P2: Any) -> list[dict[str, float]
     # Stable: the order of equal lengths, and with it the groups, would otherwise depend on the CPU.
     order = np.argsort(longest_P, kind="stable")
     groups = []
+    # Not more groups than pairs: an empty one has no smallest length.
     for part in np.array_split(order, min(_LENGTH_BUCKETS, len(order))):
         group = {
             "from": float(longest_P[part].min()),
@@ -518,6 +525,7 @@ def accuracy_by(names: Sequence[str], scores_P2: Any) -> dict[str, float]:
     """Return the accuracy for each name in `names` (pairs,), for example by data source."""
     correct_P = _correct(_gap(scores_P2))
     names_P = np.asarray(names)
+    # Sorted, because a set of texts has another order in each process.
     return {name: float(correct_P[names_P == name].mean()) for name in sorted(set(names))}
 
 

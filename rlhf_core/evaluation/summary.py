@@ -353,6 +353,7 @@ def _by_source(
     interval: Intervals,
 ) -> dict[str, dict[str, Any]]:
     """Return `_numbers` for the prompts of each data source. Empty if there is only one source."""
+    # Sorted, because a set of texts has another order in each process.
     names = sorted(set(measured.sources))
     if len(names) < 2:
         return {}
@@ -446,6 +447,7 @@ def notable_rows(
     score = [answer.scores.get(measure, math.nan) for answer in answers[policy]]
     before = [answer.scores.get(measure, math.nan) for answer in answers["sft"]]
     change = _difference(score, before)
+    # NaN has no place in an order, and would leave the rows unsorted.
     known = [i for i, value in enumerate(change) if not math.isnan(value)]
     chosen = {
         "Lowest score": sorted(known, key=lambda i: score[i]),
@@ -481,12 +483,14 @@ def answered_prompts(
     policy = main_policy(answers)
     models = [policy, *(model for model in answers if model != policy)]
     found = []
+    # Not strict, because only the first prompts of the policy are taken.
     for i, (answer, before) in enumerate(zip(answers[policy][:count], answers["sft"], strict=False)):
         assessments: dict[str, float | str] = {}
         for name, comparison in comparisons.items():
             winner = _winner(comparison, i, name)
             assessments[flat_name("winner", name)] = titles.get(winner, winner)
         assessments |= answer.scores
+        # Of each answer: a masked measure is not among its scores.
         measure = next(iter(answer.scores), "")
         if measure in before.scores:
             assessments["change"] = answer.scores[measure] - before.scores[measure]
@@ -497,6 +501,7 @@ def answered_prompts(
 
 def _winner(comparison: Comparison, index: int, policy: str) -> str:
     """Return the policy, `sft` or `tie`."""
+    # Exact floats: `statistics.preference` and `questions.judged` return no others.
     return {1.0: policy, 0.5: "tie", 0.0: "sft"}[comparison.preferences[index]]
 
 

@@ -67,6 +67,7 @@ def parse_votes(text: str, name: str) -> VoteFile:
     """
     try:
         content = json.loads(text)
+    # A deeply nested file makes the parser exceed Python's recursion limit.
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -77,6 +78,7 @@ def parse_votes(text: str, name: str) -> VoteFile:
         raise InputError(
             f"{name}: page, session and person must be texts; the file is damaged, save it again"
         )
+    # `isinstance` would let `true` pass, because bool is a subclass of int.
     if type(saved) is not int:
         raise InputError(f"{name}: saved must be a time (an integer); the file is damaged, save it again")
     if not isinstance(choices, list):
@@ -121,6 +123,7 @@ def newest_files(files: Iterable[VoteFile]) -> list[VoteFile]:
     newest: dict[tuple[str, str], VoteFile] = {}
     for file in files:
         key = (file.page, keys[file.digest])
+        # By the time in the file: its modification time changes when it is copied.
         if key not in newest or file.saved > newest[key].saved:
             newest[key] = file
     return list(newest.values())

@@ -101,6 +101,8 @@ class PPOController:
         record: RecordWriter | None = None,
     ) -> None:
         settings = fleet.settings
+        # `auto` in the configuration counts as padded. The plans of the update must have the layout that the
+        # ranks have chosen.
         self._ppo = ppo = settings.ppo.model_copy(update={"pack": fleet.packs})
         self._fleet = fleet
         self._decode = decode
@@ -111,6 +113,7 @@ class PPOController:
         self._collector = Collector(ppo, fleet, prompts, decode, composer, seed)
         self._rollouts = rollouts_of(ppo, fleet, prompts, self._collector)
         self._sync_check: SyncCheck | None = None
+        # Without staleness every step compares its own rollouts (`StepChecks._check_gap`).
         if ppo.staleness and ppo.weight_sync.canary:
             self._sync_check = SyncCheck(ppo, fleet, prompts, decode, composer, seed)
         self._updater = Updater(ppo, fleet, seed, demonstrations)
@@ -157,6 +160,7 @@ class PPOController:
         self.sync()
         self._compare_engines()
         stop = self._context.stop
+        # Not before: an attempt that has made no step has nothing to save, and ends at once.
         stop.defer()
         self._evaluate()
         while not self._is_finished():
@@ -181,6 +185,7 @@ class PPOController:
         version = self.completed_steps
         if self._evaluation is None or not self.selection.is_due(version):
             return
+        # Between two syncs the engines have an older version. No request may be alive during a sync.
         if version % self._ppo.sync_every:
             self._rollouts.finish()
             self.sync()
@@ -192,12 +197,14 @@ class PPOController:
         elif self._ppo.engine.prefix_caching:
             # An attempt that continues from the checkpoint of this version does not repeat the evaluation.
             self._fleet.forget_prefixes("the held-out prompts")
+        # Before the next step, which changes these weights.
         if self.selection.add(version, found) and self._ppo.publish == "best":
             self._fleet.wait(self._fleet.groups["policy"].call(ModelWorker.snapshot_best), "the best weights")
         self._utilisation.begin()
         self._steps_since_sync = StepsSinceSync(engines_waited=version % self._ppo.sync_every > 0)
         metrics = {"timing/evaluation": time.monotonic() - started, **self.selection.evaluations[version]}
         failure = check_evaluations(self._ppo, self.selection.evaluations, metrics)
+        # Before the error, so that the curves contain the evaluation that ends the run.
         self._context.metrics.log_metrics(metrics, version)
         if failure:
             hint = self._checks.best_hint()
@@ -219,6 +226,8 @@ class PPOController:
         failpoint("ppo.after_scoring")
         update = self._train(batch, experience, step)
         failpoint("ppo.after_update")
+        # After the update: fetching the columns would delay it, and the level `all` has the log-probabilities
+        # of the new weights.
         if self._record is not None and not self._record.is_full:
             self._record_step(self._record, batch, experience, step, trained=bool(update))
         self.completed_steps = step
@@ -227,6 +236,7 @@ class PPOController:
             self._sync_after_step()
         if step % self._ppo.samples_every == 0 or step in (1, self._ppo.steps):
             self._log_samples(batch, experience, "samples", step)
+        # With staleness, `timing/rollout` is only what is left of the sampling when the step needs its batch.
         if not self._ppo.staleness:
             tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
@@ -244,6 +254,8 @@ class PPOController:
             "objective/kl_coef": self._kl.coef,  # adapted by `_train`: that of the next step
             **self._timings,
         }
+        # Engines that waited for an evaluation or a checkpoint look idle, and the rules would advise against
+        # them.
         if sync_is_due and not since_sync.engines_waited:
             self._advice.check(metrics | since_sync.timings, step)
         return metrics
@@ -270,6 +282,7 @@ class PPOController:
             self._utilisation.begin()
             return {}
         seconds = steps.timings["timing/step"]
+        # Seconds from one checkpoint to the next, at the present duration of a step.
         every = self._checkpoint_every * seconds / len(steps.batches)
         # The first one was sampled before the last sync.
         sampled = [*steps.batches[1:], *self._rollouts.finished] if self._ppo.staleness else steps.batches
@@ -380,6 +393,7 @@ class PPOController:
 
     def _log(self, metrics: Metrics) -> None:
         unstored = {*self._timings, "rollout/logprob_gap_alarm", TRAINS_POLICY}
+        # Closed after each step: `_checkpoint` copies the file, and the copy must have the line of this step.
         with self._metrics_file.open("a") as file:
             # Metrics of guards are not stored in the artifact, because their settings are not part of its
             # key. Whether the policy was trained can be seen there from `loss/policy`.
@@ -442,10 +456,13 @@ class PPOController:
             saving: list[Pending[None]] = []
             for role in self._ppo.trained_roles:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))
+            # Between start and end of the ranks' calls, so that both write at the same time.
             self._rollouts.save(folder, step)
             fleet.wait(saving, "the checkpoint")
             shutil.copy(self._metrics_file, folder / "metrics.jsonl")
             self.save_record(folder)
+            # `weights` is not restored: the sync after `_restore` computes it. `ops.first_difference` reads
+            # it here.
             state = {
                 "done": step,
                 "weights": self._weights,
@@ -481,6 +498,7 @@ class PPOController:
         if self._evaluation is not None:
             self.selection.load_state_dict(state["selection"])
             self._evaluation.load_state_dict(state["evaluation"])
+        # The lines up to the checkpoint and no others: the steps after it are made again.
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
         self._rollouts.restore(folder, self.completed_steps)
         if self._record is not None:
@@ -530,6 +548,8 @@ class PPOController:
         self._gather(folder)
 
     def _gather(self, folder: Path) -> None:
+        # Rank 0 of the policy may have written the files on another host. Without `nodes` all hosts share the
+        # folder.
         if self._context.nodes is not None:
             self._context.nodes.gather(folder)
 
@@ -546,6 +566,7 @@ class PPOController:
     def _timed(self, name: str) -> Iterator[None]:
         """Measure the duration of this context, as the metric `timing/<name>`."""
         started = time.monotonic()
+        # Not in `finally`: no metrics are logged of a step that raises.
         yield
         self._add_timing(f"timing/{name}", time.monotonic() - started)
 

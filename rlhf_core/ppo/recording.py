@@ -58,6 +58,8 @@ class StepRows:
             trained: Whether the step was not skipped. With `all`, the policy has its weights.
         """
         assert batch.rewards is not None
+        # All chunks at once: the rows of the record are in the order of the batch, and each chunk has rows of
+        # many places.
         chunks = self.fleet.wait(batch.chunks, "rollouts")
         of_step = None if trained else "skipped"
         rows = self._rows(batch, chunks, 0, level) | {
@@ -138,6 +140,8 @@ class StepRows:
         new = self.fleet.logprobs("policy", batch, with_entropy=False)
         advantages = experience.returns.gather("advantages")
         if experience.whitening is not None:
+            # The ranks whiten a copy of their own before the exchange (`rank_rows.policy_samples`), with the
+            # same rounding.
             advantages = [experience.whitening.apply(row) for row in advantages]
         rows = {"new_logprobs": _lists(new.gather("logprobs")), "advantages": _lists(advantages)}
         if experience.values is not None:
@@ -149,6 +153,7 @@ def _lists(rows: Sequence[FloatArray] | Sequence[IntArray]) -> pa.ListArray:
     """Return one list for each row."""
     offsets, elements = offsets_of([len(row) for row in rows]), pa.array(np.concatenate(rows))
     kind = TOKENS if pa.types.is_integer(elements.type) else NUMBERS
+    # Lists of Arrow have offsets of 32 bits.
     return pa.ListArray.from_arrays(offsets.astype(np.int32), elements, type=kind)
 
 

@@ -113,6 +113,7 @@ def make_experience(
                 scores_B,
                 groups_of(scores_B, ppo),
                 torch.from_numpy(batch.lengths_B.astype(np.int64)),
+                # A copy, so that a user's function cannot change the batch.
                 torch.from_numpy(np.array(batch.finished_B)),
             )
         )
@@ -228,6 +229,8 @@ class Updater:
         scored = experience.scored_B.tolist()
         batches = []
         for epoch in range(self._ppo.epochs):
+            # A permutation of its own for each step and epoch, without a generator whose state a checkpoint
+            # would need.
             seed = derive_seed(self._seed, "minibatches", step)
             for index in range(math.ceil(len(batch) / self._ppo.minibatch_size)):
                 indices = epoch_batch(len(batch), self._ppo.minibatch_size, seed, epoch, index)
@@ -240,6 +243,7 @@ class Updater:
         """Plans by the number of ranks."""
         for role in self._ppo.trained_roles:
             ranks = self._fleet.groups[role].ranks
+            # Policy and critic with equally many ranks have the same plan.
             if ranks not in plans:
                 plans[ranks] = plan_update(batch, batches, ranks, self._ppo)
         policy = self._start_policy(plans, experience, step, kl_coef) if trains_policy else []
@@ -337,6 +341,7 @@ class Updater:
     def _demonstrations_at(self, number: int, size: int) -> list[SFTExample]:
         """Return batch `number` of a walk through one permutation of the demonstrations after another."""
         count = len(self._demonstrations)
+        # With fewer demonstrations than a batch, `count // size` would be 0.
         size = min(size, count)
         epoch, index = divmod(number, count // size)
         # The smaller batch at the end of a permutation is never used.
@@ -353,6 +358,7 @@ def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) 
         steps: Optimizer steps.
         tokens: Response tokens of all ranks and steps.
     """
+    # A rank whose micro-batches were all empty has no sums.
     names = sorted({name for rank in ranks for name in rank})
     sums = {name: sum(rank.get(name, 0.0) for rank in ranks) for name in names}
     # Norms and skipped steps are those of the whole gradient, so every rank has counted the same.
@@ -360,6 +366,7 @@ def _update_metrics(prefix: str, ranks: list[Metrics], steps: int, tokens: int) 
     metrics = {
         f"loss/{prefix}": sums.get("loss", 0.0) / steps,
         f"{prefix}/clipfrac": sums.get("clipped", 0.0) / tokens,
+        # A skipped step has added no norm, because it is not finite (`_Sums.end_step`).
         f"{prefix}/grad_norm": sums.get("grad_norm", 0.0) / len(ranks) / max(1.0, steps - skipped),
         f"{prefix}/skipped_steps": skipped,
     }
@@ -416,6 +423,7 @@ def plan_update(
                 chosen = [minibatch[k] for k in micro_batch]
                 indices.append([positions.setdefault(i, len(positions)) for i in chosen])
             steps[rank].append(OptimizerStep(indices, denominator))
+    # A dict keeps the order of insertion, and the steps have indices into this order.
     used = [np.fromiter(positions, np.int64, len(positions)) for positions in rows]
     exchanges = plan_exchange(batch, used, ranks)
     return [RankUpdate(exchange, steps[rank]) for rank, exchange in enumerate(exchanges)]

@@ -80,6 +80,7 @@ def check_language_model_rewards(
     answers: list[RewardInput] = []
     for index, pair in enumerate(pairs):
         for text in (pair.a, pair.b):
+            # Two answers with one id are a group, so that a source that compares sees both.
             answers.append(RewardInput(f"pair {index}", pair.prompt, text, (), (), True, {}))
     metrics: dict[str, float] = {}
     for source in sources:

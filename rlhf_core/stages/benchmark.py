@@ -49,6 +49,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         ConfigError: There is no such task.
         DataError: The tasks, or the version of the harness, are not those of the run.
     """
+    # Here, because the package is optional, and the table of stages imports this module for `FINDINGS`.
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -121,6 +121,7 @@ def check_evaluation(config: PipelineConfig, context: StageContext) -> None:
     inputs = {"data": context.output}
     try:
         metrics = LanguageModelJudge(config, replace(context, inputs=inputs), "cpu").measure_agreement()
+    # A warning only: the judge may be started while the models train.
     except RewardError as error:
         log.warning("the judge cannot be asked yet (%s); the stage %s asks it", error.message, stage)
         return

@@ -135,6 +135,7 @@ def with_reference(
     engine: TrainingEngine, pairs: Sequence[PairExample], config: DPOConfig, pad_id: int
 ) -> Rows[ReferencedPair]:
     """Return the pairs with the log-probabilities of the present weights. This is a collective operation."""
+    # To the host: they are needed pair by pair, and reading one from a GPU waits for it.
     logprobs_P2 = pair_logprobs(engine, pairs, config, pad_id).cpu()
 
     def referenced(index: int) -> ReferencedPair:
@@ -216,6 +217,8 @@ def _sums(policy_P2: torch.Tensor, rows: Sequence[ReferencedPair], config: DPOCo
     columns = (policy_P2[:, 0], policy_P2[:, 1], reference_P2[:, 0], reference_P2[:, 1])
     match config.loss:
         case "sigmoid":
+            # The denominator 1 gives sums: micro-batches are added, and `train_step` divides by the pairs of
+            # the step.
             loss = dpo_loss(*columns, config.beta, config.label_smoothing, denominator=1.0)
         case "robust":
             loss = robust_dpo_loss(*columns, config.beta, config.label_smoothing, denominator=1.0)
@@ -248,6 +251,7 @@ def _forward(
         sequences.append(TokenSequence.of(pair.prompt_ids, pair.rejected_ids))
     batch = collate(sequences, pad_id=pad_id, pack=config.packs).to(engine.rank.torch_device)
     values = []
+    # In float64: the loss reads a small difference of sums over whole responses.
     for part in batch.split(engine(batch).logprobs_N.double()):
         # Without pairs, the batch is one token that no part of the result depends on, but the graph does.
         count = max(1, part.numel())

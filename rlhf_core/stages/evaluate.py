@@ -108,6 +108,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     policy = main_policy(policies)
     models = {"sft": PolicyFiles(context.inputs["sft"] / "model"), **policies}
     count = config.evaluate.answers_per_prompt
+    # In the order of `generate.responses_to_sets`: the first answers to all prompts, then the second ones.
     sources = [prompt.source or "unnamed" for prompt in prompts] * count
     pairs = load_chosen(config, context.data, judge)
     regression_sets = prepare_sets(config, context)
@@ -380,6 +381,7 @@ def write_evaluation(
     for problem in endless_models(evaluation["eos_rate"], titles):
         log.warning("%s", problem)
     out = context.output
+    # A NaN ends the stage: other readers of JSON refuse a file with one.
     text = json.dumps(evaluation, indent=2, allow_nan=False)
     (out / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     write_jsonl(out / "samples.jsonl", samples.first)
@@ -392,6 +394,7 @@ def write_evaluation(
     for name, title, caption, figure in figures:
         (out / "figures" / f"{name}.png").write_bytes(plots.to_png(figure))
         context.metrics.log_figure(name, figure)
+        # Last, because `to_image` thins long lines of the figure itself.
         images.append(Plot(title, caption, plots.to_image(figure)))
     html = render(_report(config, context, evaluation, samples, images))
     (out / "report.html").write_text(html, encoding="utf-8")
@@ -404,6 +407,7 @@ def write_evaluation(
 def _distribution(measured: Measured, titles: Mapping[str, str]) -> CaptionedFigure:
     """Return the figure of the scores of the SFT model and the policy."""
     policy = main_policy(measured.kl)
+    # Two panels have room beside each other; the measures are in the order of their trust.
     shown = {name: (pair["sft"], pair[policy]) for name, pair in list(measured.measures.items())[:2]}
     return CaptionedFigure(
         "reward_distribution",
@@ -430,6 +434,7 @@ def _figures(history: plots.StepMetrics, distribution: CaptionedFigure) -> list[
             plots.reward_against_kl(history),
         )
         figures = [by_step, distribution, against_kl]
+    # A single source is the score, which has a figure already.
     if len(plots.reward_means(history)) > 1:
         by_source = CaptionedFigure(
             "reward_sources",
@@ -569,6 +574,7 @@ def load_chosen(config: PipelineConfig, data: Path, judge: str) -> list[PairExam
         return []
     by_prompt: dict[str, PairExample] = {}
     for pair in load_pairs(data, "eval"):
+        # Several pairs of a prompt have the same responses of the models, and would count them several times.
         by_prompt.setdefault(pair.prompt_id, pair)
     pairs = list(by_prompt.values())[: config.evaluate.prompts]
     if judge == "gold" and not has_gold(list(map(_prompt, pairs))):

@@ -39,6 +39,8 @@ def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]
     if limit == 0:
         return
     for name in metrics:
+        # `fullmatch` leaves out the bounds, `member_1/accuracy_low`, and what is measured with exchanged
+        # prompts.
         if name != "accuracy" and not _OF_MEMBER.fullmatch(name):
             continue
         low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
@@ -46,6 +48,7 @@ def _check_accuracy(limit: float, stage: StageName, metrics: Mapping[str, float]
         found = f"{stage}: held-out accuracy{which} {metrics[name]:.3f} [{low:.3f}, {high:.3f}]"
         off = "set reward.min_accuracy=0 to continue without this check"
         train = "train longer, raise the learning rate, or check the pairs in the data card"
+        # First, because a comparison with NaN is false, and the model would pass.
         if math.isnan(low):
             raise GateFailed(
                 f"{stage}: no pair is held out to measure accuracy{which}; raise data.eval_fraction, or {off}"
@@ -108,6 +111,7 @@ def _check_language_model(
     if reason == _BY_CHANCE:
         reason += f"; raise {field}.pairs"
     other = "leave evaluate.language_model out"
+    # Its judge is chosen by `sample.judge`, so the section itself need not go.
     if stage == "sample":
         other = "another sample.judge"
     if reason:

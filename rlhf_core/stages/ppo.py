@@ -56,6 +56,7 @@ def _code(section: Section | None, field: str, context: StageContext) -> bytes |
     """Return the source of a user's function, which the ranks on all hosts get; None for a built-in one."""
     if not isinstance(section, UserFunction):
         return None
+    # Read once by the driver: the file need not exist on other hosts, and may change during the run.
     return read_code(section, field, context.sources.get(field))
 
 
@@ -127,6 +128,7 @@ def _started(
         Home.of(config.run.home).judge,
         config.run.threads,
     )
+    # The rewards first: one that cannot be used ends the stage before any process of the fleet starts.
     with open_rewards(rewards) as composer_of, fleet:
         composer = composer_of(fleet)
         context.progress("ppo start", processes, processes, unit)
@@ -169,6 +171,7 @@ def _save(config: PipelineConfig, context: StageContext, controller: PPOControll
     trained = None
     if ppo.lora is not None:
         controller.save_adapter(context.output / "adapter", f"{context.artifact_name('sft')}/model")
+        # While the fleet runs: the files are compared when its memory is free.
         trained = TrainedPolicy(*controller.trained_logprobs(SEQUENCES))
     # At the end, because the average replaces the weights that were saved and measured above.
     if ppo.ema_decay is not None and ppo.publish != "average":

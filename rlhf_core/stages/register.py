@@ -65,6 +65,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     votes = _VotesOfPeople(config, context)
     weights_digest = _weights_digest(config, context, lineage)
     tracking = open_tracking(config)
+    # This stage alone cannot go on without MLflow; others keep their metrics and send them later.
     tracking.wait(TRACKER_SECONDS)
     candidate = _candidate(config, context, lineage, votes, weights_digest, tracking.mlflow)
     registration = register(
@@ -80,6 +81,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         ),
         run_match=lambda tags: _find_or_run_match(config, context, tags, votes),
     )
+    # After the match, whose page the votes may be about.
     votes.warn_of_other_pages(registration.already_champion)
     model, version, decision = registration.model, registration.version, registration.decision
     log.info("%s version %s: champion=%s (%s)", model, version, decision.champion, decision.text)
@@ -221,6 +223,7 @@ def _find_or_run_match(
             result = run_match(config, context, champion)
         except MatchSkipped as reason:
             log.warning("no match against the champion, which therefore stays: %s", reason)
+            # Not kept as a match: the reason may be gone at the next registration.
             return NoMatch(str(reason))
         write_jsonl(samples, result.samples)
         match = match_record(result)
@@ -283,8 +286,10 @@ def match_name(config: PipelineConfig, context: StageContext, champion: Mapping[
     judge, the champion, and its judge if that is a trained model which the store has now.
     """
     identity = {
+        # A release in which a match has another result has another version.
         "version": STAGES["register"].version,
         "inputs": {stage: ref.digest for stage, ref in context.input_refs.items()},
+        # Not the files of votes: the match is used again when they are there.
         "sources": {name: it for name, it in context.sources.items() if not name.startswith("register.")},
         "champion": [champion.get(POLICY), champion.get("eval.judge")],
         "judges_of_champion": _judges(open_artifacts(config), champion),

@@ -227,6 +227,8 @@ def _resume(
     if context is not None:
         latest = context.checkpoints.latest()
         if latest is not None:
+            # A member has the steps 0 to `steps`, where 0 is the checkpoint that only has the members before
+            # it.
             number, step = divmod(latest[0], steps + 1)
             if number:
                 finished.load(latest[1] / _FOLDER)
@@ -378,6 +380,7 @@ def finish(
     # Before the gate, so that the metrics of a model that is refused can be read.
     context.metrics.flush()
     check_gate(config, stage, metrics)
+    # Without exchanged prompts it is 0, which is below the bound of every model that has passed the gate.
     exchanged, low = metrics.get("accuracy_exchanged", 0.0), metrics["accuracy_low"]
     if exchanged >= low:
         log.warning(
@@ -449,6 +452,7 @@ def _train_member(rank: Any, inputs: _Inputs, number: int, context: StageContext
     pad_id, engine, reward = load_decoder(inputs.folders.data).pad, model.engine, model.settings
     training = Training(inputs.stage, inputs.seed(number), pad_id, inputs.folders.work, context)
     train_metrics = train_epochs(engine, inputs.train, held_out, reward, training, OBJECTIVE).metrics
+    # Both are measured in the same way, also after a merge, because `finish` compares them.
     sets = [held_out]
     if (exchanged := exchange_pairs(held_out)) is not None:
         sets.append(exchanged)
@@ -467,6 +471,7 @@ def _train_member(rank: Any, inputs: _Inputs, number: int, context: StageContext
         found, trained_scores = as_saved, scores
         evaluation, scores = found[0]
         evaluation["eval/merge_gap"] = (scores - trained_scores).abs().mean().item()
+        # Of the merged weights: PPO normalises their scores, not those of the training.
         statistics = ScoreStatistics.of(scores)
         if context is not None:
             statistics.save(folder)
@@ -502,6 +507,7 @@ def _examine(
     """Write `examination.json` and a plot, and return metrics: calibration, length bias, accuracy by source
     and length.
     """
+    # Here, because only rank 0 draws.
     from rlhf_core.evaluation.plots import reliability
     from rlhf_core.evaluation.statistics import accuracy_by, accuracy_by_length, calibration, length_bias
 

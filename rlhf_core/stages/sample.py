@@ -107,6 +107,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         rollouts = sample_responses(
             config, files, prompts, device=device, done=report, context=context, sampling=sampling
         )
+        # In the order of `sample_responses`, which has the answers to one prompt side by side.
         repeated = [prompt for prompt in prompts for _ in range(settings.answers)]
         samples = reward_inputs(decoder.response, repeated, rollouts)
         if judge is not None:
@@ -177,6 +178,7 @@ def _prompts(config: PipelineConfig, data: Path, most: int | None) -> tuple[list
     if left_out:
         log.warning("%d of %d prompts are not sampled: they have several messages", left_out, len(every))
     if most is not None and most < len(prompts):
+        # Evenly over the set, because the training rows are in the order of their sources.
         prompts = [prompts[index * len(prompts) // most] for index in range(most)]
     return prompts, left_out
 
@@ -219,6 +221,7 @@ def preferences_over_first(
         if not usable:
             continue
         first = samples[usable[0]]
+        # The value that a comparison with itself would have.
         scores[usable[0]] = _TIE
         for index in usable[1:]:
             pairs.append(Pair(first.prompt, samples[index].response, first.response))
@@ -250,6 +253,7 @@ def select(
         # attempt.
         best = max(usable, key=lambda answer: answer.score)
         worst = min(usable, key=lambda answer: answer.score)
+        # Pairs have no such limit: they only say which answer is better.
         if min_score is None or best.score >= min_score:
             best_answers.append(best)
         # The data stage refuses a pair of equal texts.

@@ -136,8 +136,11 @@ def _save_base(
             head_dtype=config.model.head_dtype,
         )
         _set_special_tokens(policy.lm, load_decoder(folders.data))
+        # Through `save` and not as a copy of the files: later stages need safetensors and the special tokens
+        # of the data.
         policy.save(folders.out / "model")
         return left_out(folder, revision)
+    # Metrics of rank 0 are those of the stage.
     return {}
 
 
@@ -177,6 +180,7 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
             return []
         return _rows(prompts, [(sample.response, sample.finished) for sample in found["sft"]])
     model = (
+        # Safetensors only: a pickled file can run code when it is loaded.
         AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
         .to(device)
         .eval()
@@ -184,6 +188,7 @@ def _samples(config: PipelineConfig, context: StageContext, device: str) -> list
     responses: list[tuple[str, bool]] = []
     while len(responses) < len(prompts):
         start = len(responses)
+        # For each batch by its place, so that the samples do not depend on what was drawn before.
         torch.manual_seed(derive_seed(config.run.seed, "sft", "samples", start))
         for ids, finished in _sampled(model, prompts[start : start + _SAMPLES_AT_ONCE], config, device):
             responses.append((decode(ids), finished))
@@ -287,6 +292,7 @@ def train_step(
                 engine.rank.torch_device
             )
             logprobs_N = engine(tensors).logprobs_N
+            # `collate` selects the target tokens, so nothing is left to mask.
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=targets)
             loss_sum.add_(loss.detach())
             yield loss

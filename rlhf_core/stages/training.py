@@ -148,6 +148,7 @@ def require_usable(config: PipelineConfig, context: StageContext, stage: StageNa
     base = base_of(config, stage)
     if base is None:
         return
+    # Responses and pairs are stored as tokens, so another vocabulary would be other texts to this model.
     require_same_tokens(base, context.data / "tokenizer")
     for problem in further_length_problems(config, base):
         raise problem
@@ -343,6 +344,7 @@ class StageModel(Generic[Settings]):
             None without an adapter, and for quantized weights on all ranks but 0.
         """
         lora, found = self.settings.lora, None
+        # Without an adapter the engine has exactly what was saved.
         if lora is not None and lora.quantize is None:
             self.engine.merge_adapter()
             with adapter_off(self.engine.module):
@@ -390,6 +392,8 @@ def train_epochs(
     total = per_epoch * config.epochs
     state = checkpointing.restore(engine, context) or {"step": 0, "tokens": 0, "seconds": 0.0}
     step, tokens, seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
+    # Part of the checkpoint, so that an attempt that continues does not wait for `patience` from the
+    # beginning.
     best = EarlyStopping(**state.get("best", {}))
     # The reward model is evaluated at its end, and where early stopping needs it.
     every = None if isinstance(config, RewardConfig) else config.eval_every
@@ -434,6 +438,7 @@ def train_epochs(
         checkpointing.after_step(
             engine, context, training.work, step, every=config.checkpoint_every, total=total,
             state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
+            # Negative, because the store keeps the checkpoint with the highest score.
             score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
         )  # fmt: skip
     # 0: no early stop, or no finite loss. `step`: the engine has the best weights already.
@@ -455,6 +460,7 @@ def step_metrics(engine: TrainingEngine, norm: float, measured: Mapping[str, flo
         {
             **measured,
             "train/grad_norm": norm,
+            # All groups of parameters have the same one; they differ in their weight decay.
             "train/learning_rate": engine.optimizer.param_groups[0]["lr"],
             "train/skipped_steps": float(engine.skipped_steps),
         }
@@ -477,6 +483,7 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName, work: P
     if judge is None:
         return pairs
     labelled = sources_of_models(data)
+    # 8 bytes for each pair: a list of Python integers would be several times as large, on every rank.
     chosen, of_people = array("q"), False
     for index, (source, group) in enumerate(read_pair_groups(data, "train")):
         of_judge = source not in labelled and _is_of_judge(group, judge.fraction)

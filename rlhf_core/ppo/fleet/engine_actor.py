@@ -55,6 +55,8 @@ class EngineActor(Actor):
     @rpc("start")
     def start_engine(self) -> None:
         """Load the model."""
+        # Here, because the driver imports this module: vLLM takes seconds to import, and reads its
+        # environment then.
         from rlhf_core.engines.vllm import Engine
 
         settings, ppo = self._settings, self._settings.ppo
@@ -138,6 +140,7 @@ class EngineActor(Actor):
     @rpc("sync")
     def expect_adapter(self, config: dict[str, Any]) -> None:
         """Announce that the updates contain an adapter and not the whole model. `config` is PEFT's."""
+        # Kept for all later syncs: the sender announces it once, when it connects.
         self._adapter_config = config
 
     @rpc("sync")
@@ -155,6 +158,7 @@ class EngineActor(Actor):
     def finish_weight_update(self, weight_version: str | None) -> None:
         """Use the received weights."""
         llm = self._engine.llm
+        # Before the new weights are used: the cached keys and values are of the old ones.
         self._engine.forget_prefixes()
         if self._adapter_config is None:
             llm.finish_weight_update(weight_version)
@@ -204,6 +208,7 @@ class RayEngineClient:
         self._timeout = timeout
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        # All are started before the first is waited for: engines and sender form process groups together.
         calls = [
             engine.call(EngineActor.init_weight_transfer_engine, init_info, position)
             for position, engine in enumerate(self._engines)

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
+# In a row without an answer: what fails before each answer has a cause that a new process does not remove.
 MAX_RESTARTS = 3
 
 
@@ -121,6 +122,7 @@ class EnginePool:
                 has_answers = True
                 if isinstance(answer, WorkerDied | OutOfMemory):
                     self._mark_dead(self._engines[index], f"while waiting for {what}: {answer.message}")
+                # Any other error is not about the process, so a new engine would raise it, too.
                 elif isinstance(answer, RLHFError):
                     raise answer
                 else:
@@ -230,6 +232,8 @@ class EnginePool:
         if engine.state == "dead":
             return  # With `ppo.staleness` of more than 1, an engine has calls of several steps.
         log.warning("%s is lost: %s", engine.name, reason)
+        # It may be suspended and not dead. If it went on later, it would use the devices beside its
+        # successor.
         self._client.kill({engine.name: engine.actor})
         engine.state = "dead"
         remaining = len(self._remaining())
@@ -283,6 +287,7 @@ class DeviceTurns:
 
     def train(self) -> None:
         """Give the devices to the trainers, after sampling."""
+        # First, because reloading the states needs the memory that the engines have.
         self._sleep()
         if self._level:
             calls = [rank.call(ModelWorker.reload_states) for rank in self._ranks()]

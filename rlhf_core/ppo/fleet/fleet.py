@@ -176,6 +176,7 @@ class Fleet:
         self._plan = plan(settings.ppo)
         self._device = device
         self._folders = {
+            # Absolute, because an actor need not have this process's working folder.
             role: folder if isinstance(folder, str) else str(folder.resolve())
             for role, folder in folders.items()
         }
@@ -269,6 +270,8 @@ class Fleet:
 
         options = {
             "name": f"{group.name}-{rank}",
+            # Most calls are collectives, whose order must be the same on all ranks: two calls at a time would
+            # mix it up.
             "max_concurrency": 1,
             **environment_option(self._environment()["worker"]),
             **self._placement.rank_options(group, rank),
@@ -318,12 +321,16 @@ class Fleet:
         """Load the models of these groups and engines, and agree on the layout of rows."""
         loading: list[Pending[bool]] = []
         for group in groups:
+            # Rank 0 binds the port itself and keeps the socket: a port that was only looked up could be taken
+            # meanwhile.
             first = group.workers[0].call(ModelWorker.listen, self._local)
             address, port = self.wait([first], f"{group.group.name} to start")[0]
             for rank, worker in enumerate(group.workers):
                 loading.append(worker.call(ModelWorker.load, rank, group.ranks, address, port, self._device))
         starting = [engine.call(EngineActor.start_engine) for engine in engines]
         supported = self.wait([*loading, *starting], "all models to load")[: len(loading)]
+        # One layout for all groups, because those with the same number of ranks have the same micro-batches
+        # (`route`).
         self.packs &= all(supported)
         if groups and self.settings.ppo.pack is not False:
             log_layout(self.packs, "the policy, the reward model or the critic", "ppo.pack")
@@ -375,6 +382,7 @@ class Fleet:
     @property
     def nodes(self) -> list[str]:
         """Ids of the nodes of all ranks and engines."""
+        # In the order of the bundles: a set of texts has another order in each process.
         return list(dict.fromkeys(self._placement.node_of_bundle))
 
     def usage(self) -> list[Usage]:
@@ -460,6 +468,7 @@ class Fleet:
             return wanted
         if self._device == "cpu":
             return "gloo"
+        # NCCL cannot have two ranks on one GPU.
         if self.settings.ppo.colocate == "all":
             return "ipc"
         return "gloo" if lacks_nccl() else "nccl"
@@ -486,6 +495,7 @@ class Fleet:
                     # engines could not connect to it. The next attempt continues from the checkpoint.
                     raise
                 if not self.engines.mark_dead(error.message, after_error=True):
+                    # No engine is lost, so the cause is elsewhere, and new engines would not remove it.
                     raise
                 # The other engines are in the middle of the update, with weights of two versions.
                 self.engines.mark_all_dead(f"{what} broke")
@@ -508,10 +518,12 @@ class Fleet:
             policy.call(ModelWorker.connect_engines, self.sync_backend, sender, engines, hosts),
             "policy and engines to connect for weight sync",
         )
+        # Last: after an error the next sync connects again.
         self._connected = engines
 
     def _addresses(self, actors: Sequence[RemoteActor[Actor]]) -> list[str]:
         """Return the address of each actor's host."""
         if self._local:
+            # Without a cluster nothing listens on another interface (decision 14).
             return ["127.0.0.1"] * len(actors)
         return self.wait([actor.call(Actor.address) for actor in actors], "the addresses of hosts")

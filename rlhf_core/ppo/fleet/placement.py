@@ -134,6 +134,7 @@ def reserve_bundles(
     else:
         bundles = [{"CPU": 1, "GPU": gpus * plan.gpus_per_rank}] * ranks
         bundles += [{"CPU": 1, "GPU": gpus * plan.gpus_per_engine}] * plan.engines
+    # Before the reservation, which would wait for a bundle that no node can have.
     largest = max((node["Resources"].get("GPU", 0) for node in RAY_CLUSTER.nodes()), default=0)
     check_engine_size(plan, largest if gpus else None)
     fix = "lower the ranks or ppo.engine.count, or colocate models"
@@ -157,6 +158,7 @@ class Bundles:
         free: dict[str, list[int]] = {}
         for bundle in sorted(node_of):
             free.setdefault(node_of[bundle], []).append(bundle)
+        # So that a group is on few nodes: ranks of one node exchange gradients faster.
         self._free = dict(sorted(free.items(), key=lambda item: -len(item[1])))
 
     def take(self, count: int, neighbours: int = 1, near: Collection[str] = ()) -> list[int]:
@@ -261,6 +263,7 @@ def actor_environment(
     threads = threads or machine().cores()
     ranks = max(1, plan.processes - plan.engines)
     return {
+        # `run.device` decides about the accelerator, and not what DeepSpeed 0.19 detects on the host.
         "worker": _threads(max(1, threads // ranks)) | {"DS_ACCELERATOR": "cpu"},
         "engine": _threads(max(1, threads // plan.engines)),
     }

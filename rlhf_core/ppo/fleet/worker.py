@@ -213,6 +213,8 @@ class ModelWorker(ListeningActor):
             columns["entropy"] = [row.numpy() for row in entropy]
         if fault == "nan":
             columns["logprobs"][0][-1] = np.nan
+        # Two results: the controller waits for the first one, and the columns stay in the object store for
+        # other ranks.
         return None, row_columns([len(row) for row in logprobs], **columns)
 
     @rpc()
@@ -358,6 +360,8 @@ class ModelWorker(ListeningActor):
         """Return the freed memory that torch keeps for later tensors to the device."""
         import torch
 
+        # `empty_cache` returns only blocks without tensors, and cycles keep some alive until they are
+        # collected.
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -367,6 +371,7 @@ class ModelWorker(ListeningActor):
         """Move the optimizer states of trained models to host memory."""
         from rlhf_core.engines.deepspeed import offload_states
 
+        # A frozen model has no states, and its weights stay on the device.
         for role, model in self._models.items():
             if role in TRAINED:
                 offload_states(model.engine)
@@ -407,6 +412,7 @@ class ModelWorker(ListeningActor):
         ppo = self._settings.ppo
         adapter = ppo.syncs_adapter
         timeout = self.participant.timeouts.sync
+        # One sender: with ZeRO-3 the other ranks only help to gather the weights (decision 1).
         client = RayEngineClient(engines, hosts, timeout) if self._rank.rank == 0 else None
         if adapter and client is not None:
             client.expect_adapter(adapter_config(policy.module.lm, policy.lora))

@@ -124,6 +124,7 @@ class RewardActors:
         """See `RewardComposer.score`. Raises WorkerDied if an actor has died."""
         by_source: dict[str, list[float]] = {}
         for source in self._settings.sources:
+            # NaN, so that a row without a value would be masked and not count as 0.
             by_source[source.used_name] = [math.nan] * len(batch)
         for rows, result in self._results(batch, model_scores, RewardActor.score):
             for name, values in result.by_source.items():
@@ -215,6 +216,7 @@ def open_rewards(settings: RewardSettings) -> Iterator[Callable[[Fleet], Compose
         def of_fleet(fleet: Fleet) -> Composer:
             if not reads_responses or len(fleet.nodes) < 2:
                 return composer
+            # Without sources: those have a state and secrets of this process, and the actors only decode.
             return DecodedElsewhere(RewardActors(fleet, replace(settings, sources=())), composer)
 
         yield of_fleet

@@ -54,6 +54,8 @@ T = TypeVar("T")
 Chunk = tuple[int, ...]
 """Indices of prompts whose responses form one chunk."""
 
+# A chunk is one object of Ray. Smaller ones cost more calls, and larger ones more memory where one is
+# fetched.
 _CHUNK_ROWS = 64
 """Largest number of responses in a chunk, if a prompt does not have more samples."""
 _DECODING_THREADS = 8
@@ -83,6 +85,7 @@ def prompts_of_step(count: int, per_step: int, seed: int, step: int, *, shuffled
     for position in range(start, start + per_step):
         epoch, offset = divmod(position, count)
         if shuffled:
+            # For each position: `permutation` keeps the orders of the last epochs.
             offset = permutation(count, derive_seed(seed, "prompts", epoch))[offset]
         indices.append(offset)
     return indices
@@ -97,6 +100,8 @@ def assign(lengths: Sequence[int], engines: int) -> list[list[int]]:
     loads = [(0, engine) for engine in range(engines)]
     # By the prompts, because the lengths of the responses, which take longer, are not known before.
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        # As in `batch._ranks_of_chunks`, with the number of the engine for equal loads, so that attempts
+        # agree.
         load, engine = loads[0]
         shares[engine].append(i)
         heapq.heapreplace(loads, (load + lengths[i], engine))
@@ -112,6 +117,7 @@ def reassign(shares: Mapping[int, Sequence[T]], serving: Sequence[int]) -> dict[
     kept = {engine: list(share) for engine, share in shares.items() if engine in serving}
     for engine, share in shares.items():
         if engine not in serving:
+            # By the number of the engine if equal, so that another attempt would choose the same one.
             target = min(serving, key=lambda e: (len(kept.get(e, ())), e))
             kept[target] = kept.get(target, []) + list(share)
     return kept
@@ -219,6 +225,8 @@ class Collector:
             return batch
         used = self._drawn(step)
         batch.rewards = self.rewards(batch)
+        # Before any replacement: filtering keeps groups whose scores differ, so the final batch does not show
+        # the mean score of the policy.
         first_scores_B = shaped_scores(batch.lengths_B, batch.finished_B, batch.rewards.total, ppo)
         batch.scores_before = first_scores_B.nanmean().item()
         for round_ in range(1, filtering.max_rounds + 1):
@@ -287,6 +295,7 @@ class Collector:
     def _chunk_rows(self, prompts: int) -> int:
         """Return the number of responses in a chunk of a batch of `prompts` prompts."""
         ranks = self._fleet.most_ranks
+        # A single rank gets all chunks, so their number does not matter to it.
         if ranks == 1:
             return _CHUNK_ROWS
         return min(_CHUNK_ROWS, prompts * self._ppo.samples_per_prompt // (_CHUNKS_PER_RANK * ranks))
@@ -294,6 +303,7 @@ class Collector:
     def _send(self, sampling: Sampling) -> None:
         """Send the remaining chunks to their engines."""
         prompts = sampling.prompts
+        # The calls of lost engines would be waited for again.
         sampling.calls.clear()
         for engine, chunks in sampling.remaining.items():
             call, tokens = self._fleet.engines.actor(engine).call_parts(
@@ -335,6 +345,7 @@ class Collector:
             header.finished,
             [p for p in sampling.prompts for _ in range(n)],
             version=sampling.version,
+            # Seeds have 63 bits, so that int64 holds them (`seeds.derive_seed`).
             seeds_B=np.repeat(np.array(sampling.seeds, np.int64), n),
             numbers_B=None if sampling.numbers is None else np.repeat(np.array(sampling.numbers), n),
         )

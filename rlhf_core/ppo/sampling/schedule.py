@@ -82,6 +82,7 @@ class StoredRollouts:
             "scores_before": batch.scores_before,
             "version": batch.version,
         }
+        # Last: `read` takes a folder without it for one without rollouts.
         (self._folder / "batch.json").write_text(json.dumps(content), encoding="utf-8")
 
     def _save(self, name: str, arrays: Mapping[str, Any]) -> None:
@@ -104,6 +105,7 @@ class StoredRollouts:
         for number in range(content["chunks"]):
             arrays = self._load(f"chunk-{number:05d}")
             columns = RolloutColumns(**{**arrays, "samples": int(arrays["samples"][0])})
+            # Into the object store, so that ranks get a restored chunk in the same way as a sampled one.
             chunks.append(self._fleet.put(columns))
         batches = []
         for number, rewards in enumerate(content["rewards"]):
@@ -245,6 +247,7 @@ class RolloutsAhead(Rollouts):
     @override
     def finish(self) -> None:
         """Wait for all batches."""
+        # Only values of existing keys are replaced, which a dict allows during an iteration.
         for step, batch in self._batches.items():
             if isinstance(batch, Sampling):
                 self._batches[step] = self._collector.finish(batch)
@@ -272,6 +275,8 @@ class RolloutsAhead(Rollouts):
                 " stage to start it again"
             )
         every = self._ppo.sync_every
+        # As in `start`: a checkpoint at a sync has one batch, one between two syncs those up to the batch
+        # after the next.
         next_sync = math.ceil(completed / every) * every
         for step in range(completed + 1, min(next_sync + 1, self._ppo.steps) + 1):
             batch = self._stored(folder, step - completed).read(step)

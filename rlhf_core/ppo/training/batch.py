@@ -35,6 +35,7 @@ from rlhf_core.models.batching import estimated_cost, plan_ranks
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample, Rollout
 
+# Elements of 4 bytes, both: `rank_rows` sends ids and floats as one tensor.
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 Offsets = NDArray[np.int64]
@@ -139,6 +140,7 @@ def row_columns(lengths: Sequence[int], **rows: Sequence[Any]) -> RowColumns:
 
 def joined(arrays: Sequence[Any]) -> FloatArray:
     """Concatenate rows of float32."""
+    # A rank can be without responses, and `np.concatenate` needs an array.
     return np.concatenate(arrays, dtype=np.float32) if len(arrays) else np.zeros(0, np.float32)
 
 
@@ -256,6 +258,7 @@ class RolloutBatch:
 
     def take(self, rows: Indices) -> RolloutBatch:
         """Return the batch of these responses."""
+        # Without the number and the routes of this batch: the ranks would take the rows of the whole batch.
         return RolloutBatch(
             self.chunks,
             self.places.take(rows),
@@ -311,6 +314,7 @@ def route(batch: RolloutBatch, ranks: int, micro_batch_tokens: int, *, pack: boo
         chunks, positions = np.unique(batch.places.objects[indices], return_inverse=True)
         places = Places(positions, batch.places.rows[indices])
         shares.append(RankShare(indices, chunks, places, micro_batches))
+    # With fewer forward passes than the others, a rank would leave them waiting in the collectives of ZeRO-3.
     count = max(len(share.micro_batches) for share in shares)
     for share in shares:
         share.micro_batches.extend([] for _ in range(count - len(share.micro_batches)))
@@ -324,6 +328,7 @@ def _ranks_of_chunks(objects_B: Indices, lengths_B: Indices, chunks: int, ranks:
     loads = [(0.0, rank) for rank in range(ranks)]
     # Stable, because another order of equal chunks would be another distribution, with other roundings.
     for chunk in np.argsort(-costs, kind="stable").tolist():
+        # The heaviest chunk to the least loaded rank: at most 4/3 of the best possible maximum (Graham 1969).
         load, rank = loads[0]
         chosen[chunk] = rank
         heapq.heapreplace(loads, (load + costs[chunk], rank))
@@ -377,6 +382,8 @@ class SentBatches:
             batch: The batch.
             shares: Its distribution over these ranks.
         """
+        # By the number and not by identity: a batch whose groups were replaced is the same object with other
+        # rows.
         if self._sent.get(group) == (actors, batch.number):
             return [(batch.number, []) for _ in shares]
         self._sent[group] = actors, batch.number

@@ -123,6 +123,7 @@ def _occurrences(text: bytes, piece: bytes, first: int, end: int, size: int) -> 
         offset = text.find(piece, offset + size - offset % size, end * size)
 
 
+# All rows of a rank at once would each be as wide as the longest response of the rank.
 _BLOCK_ROWS = 64
 """Rows that are padded to the same length and computed at the same time."""
 _ROUNDING = 1e-5
@@ -158,6 +159,7 @@ def uniform_groups(scores_B: torch.Tensor, ppo: PPOConfig) -> list[int]:
     NaN scores are ignored.
     """
     groups = scores_B.reshape(-1, ppo.samples_per_prompt)
+    # By the range: the standard deviation of equal floats is not always 0, because their mean is rounded.
     low = torch.where(groups.isnan(), torch.inf, groups).amin(1)
     high = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
     # `>=`: a group without any score has inf and -inf, and nothing is learned from it either.
@@ -198,8 +200,10 @@ def own_advantages_of(ppo: PPOConfig, code: bytes | None = None) -> OwnAdvantage
             raise InputError(
                 f"ppo.advantages: {name} must return a tensor ({len(inputs.scores_B)},); got {found!r:.80}"
             )
+        # Responses without a score are masked, so their advantages may be anything.
         if not values[~inputs.scores_B.isnan()].isfinite().all():
             raise InputError(f"ppo.advantages: {name} must return finite advantages; got {values!r:.80}")
+        # Constants of the loss, in float32 as the columns of the ranks.
         return values.detach().float(), {each: float(number) for each, number in metrics.items()}
 
     return advantages
@@ -224,6 +228,7 @@ def load_user_function(section: UserFunction, field: str, code: bytes | None) ->
         ConfigError: It cannot be loaded.
     """
     try:
+        # Importing a user's file can raise anything.
         return load_function(section.function, section.file, code)
     except Exception as error:
         raise ConfigError(
@@ -317,6 +322,7 @@ def make_rows(
             rows.ref_logprobs[part],
             None if rows.values is None else rows.values[part],
         )
+        # `torch.tensor` copies: arguments of Ray's calls are read-only arrays.
         of_group = None if advantages is None else torch.tensor(advantages[part])
         blocks.append(_make_block(chosen, torch.tensor(scores[part]), of_group, ppo, kl_coef))
     names = ("old_logprobs", "ref_logprobs", "advantages", "returns", "values", "weights")
@@ -499,6 +505,7 @@ def summarize(
         "rollout/logprob_gap_max": float(sums.gap_max.max()),
         "rollout/logprob_gap_k3": _ratio(sums.gap_k3, tokens),
         # Without a single scored token it is 0, and not a division by 0.
+        # Kish's effective sample size, as a share of the tokens.
         "rollout/effective_sample_size": float(
             sums.weights.sum() ** 2 / max(sums.weights_square.sum() * tokens, 1e-30)
         ),
@@ -514,6 +521,7 @@ def summarize(
     whitening = None
     if ppo.whitens:
         variance = _variance(sums.advantages, sums.advantages_spread, lengths_B, scored_B)
+        # The same epsilon as in `masked_whiten`, with which a test compares the result.
         whitening = Whitening(_ratio(sums.advantages, tokens), 1 / math.sqrt(variance + WHITEN_EPS))
     return Summary(metrics, whitening)
 

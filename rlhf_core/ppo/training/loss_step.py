@@ -175,6 +175,7 @@ def _checked(function: Callable[[LossInputs], Any], name: str) -> Loss:
         if not isinstance(value, torch.Tensor) or value.shape != () or not value.requires_grad:
             found = getattr(value, "shape", value)
             raise InputError(f"ppo.loss: {name} must return a scalar with gradient; got {found!r:.80}")
+        # On the device of the loss: `_Sums` stacks the numbers and reads all at once.
         numbers = {each: torch.as_tensor(number).to(value) for each, number in metrics.items()}
         return value, {f"user/{each}": number.reshape(()) for each, number in numbers.items()}
 
@@ -219,6 +220,7 @@ def update_policy(
             batch = collate([demonstrations[i] for i in micro_batch], pad_id=pad_id, pack=settings.pack)
             # At temperature 1, as in SFT: demonstrations are not samples of the policy.
             logprobs_N = engine(batch.to(engine.rank.torch_device)).logprobs_N
+            # `collate` selects the targets only, so nothing is masked.
             loss = sft_loss(logprobs_N, torch.ones_like(logprobs_N), denominator=step.ptx_targets)
             sums.add("ptx_loss", loss)
             yield settings.ptx_coef * loss
@@ -259,6 +261,7 @@ def _policy_part(
     loss, metrics = settings.loss(inputs)
     sums.add("loss", loss)
     for name, value in metrics.items():
+        # Means over the tokens of a micro-batch can be added only with their weights.
         sums.add(name, value, _tokens(chosen))
     if settings.entropy_coef > 0:
         bonus = entropy_bonus(_rows(output.entropy_N, batch), inputs.mask_BT, **mean)
@@ -346,6 +349,8 @@ class _Sums:
         if math.isfinite(norm):
             self.values["grad_norm"] += norm
         else:
+            # A float16 loss scale skips steps on purpose; `grad_nonfinite` counts those that it does not
+            # explain.
             self.values["skipped"] += 1
             self.values["grad_nonfinite"] += engine.grad_nonfinite
 

@@ -200,6 +200,7 @@ def exchanged(rows: Sequence[_Row], exchange: Exchange, rank: Rank, columns: int
         rank: This rank.
         columns: Number of float columns of a row.
     """
+    # All rows are here already. Packing them would only copy them.
     if rank.world_size == 1:
         return [rows[row] for row in exchange.send_rows[exchange.order].tolist()]
     rows_of_rank = np.split(exchange.send_rows, np.cumsum(exchange.send_counts)[:-1])
@@ -236,6 +237,7 @@ def _unpacked(part: IntArray, prompts: IntArray, lengths: IntArray, columns: int
 
 def _all_to_all(sent: Sequence[IntArray], sizes: list[int], rank: Rank) -> IntArray:
     """Return what all ranks have sent to this one. `sizes` are the elements that arrive from each."""
+    # On the device of the rank, because NCCL exchanges no tensors of the host.
     outgoing = torch.from_numpy(np.concatenate(sent)).to(rank.torch_device)
     incoming = torch.empty(sum(sizes), dtype=torch.int32, device=rank.torch_device)
     dist.all_to_all_single(incoming, outgoing, sizes, [len(part) for part in sent])

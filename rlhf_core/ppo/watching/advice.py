@@ -68,6 +68,7 @@ class Advice:
         situation = Situation(self._ppo, self._device, metrics)
         for rule in RULES:
             sentence = None
+            # -1 is below every limit, so a metric that was not measured gives no advice.
             if metrics.get(rule.metric, -1.0) >= rule.limit:
                 sentence = rule.sentence(situation)
             count = self._in_a_row.get(rule.name, 0) + 1 if sentence else 0
@@ -87,6 +88,7 @@ def _idle_engines(situation: Situation) -> str | None:
         return None
     rollout, sync = metrics["timing/rollout"], metrics["timing/sync"]
     overlapped = max(rollout, metrics["timing/step"] - rollout - sync) + sync
+    # For less than 15 % it is not worth training on older rollouts.
     if overlapped > 0.85 * metrics["timing/step"]:
         return None
     return (
@@ -137,6 +139,7 @@ def _slow_group(situation: Situation, slow: str, fast: str) -> str | None:
     if slow_rate == 0 or fast_rate < 1.5 * slow_rate or situation.share("training") < 0.3:
         return None
     ranks = (ppo.critic_deepspeed if slow == "critic" else ppo.policy_deepspeed).ranks
+    # More ranks than responses in a minibatch are refused by the configuration.
     wanted = min(ppo.minibatch_size, math.floor(ranks * fast_rate / slow_rate + 0.5))
     if wanted <= ranks:
         return None
@@ -165,6 +168,8 @@ def _sync(situation: Situation) -> str | None:
         f"the weight sync takes {metrics['sync/share']:.0%} of a step, {metrics['sync/gb_per_s']:.2g} GB/s"
     )
     lora = ppo.lora
+    # A quantized adapter belongs to rounded weights, which the engines do not have, and vLLM has a largest
+    # rank.
     can_send_adapter = lora is not None and lora.quantize is None and lora.r <= MAX_ENGINE_RANK
     if can_send_adapter and not ppo.syncs_adapter and ppo.served_dtype != "float32":
         return f"{found}: ppo.weight_sync.lora=adapter would send the adapter alone"
@@ -179,6 +184,7 @@ def _idle_gpu(situation: Situation) -> str | None:
     """Small micro-batches leave a GPU waiting for the next kernel."""
     metrics, present = situation.metrics, situation.ppo.micro_batch_tokens
     busy, memory = metrics["gpu/utilisation/training"], metrics.get("gpu/memory/policy", 1.0)
+    # A larger limit changes nothing where one micro-batch already has the whole minibatch of a rank.
     is_one = metrics.get("utilisation/tokens_per_minibatch", 0.0) <= present
     if busy > 0.6 or memory > 0.6 or is_one or situation.share("training") < 0.3:
         return None

@@ -86,9 +86,11 @@ def correlation(
     known = np.isfinite(points).all(axis=0)
     points = points[:, known]
     count = points.shape[1]
+    # By the range, because the standard deviation of equal floats can be a rounding error instead of 0.
     if count < 3 or (np.ptp(points, axis=1) == 0).any():
         return math.nan, math.nan
     if of_ranks:
+        # Here, because only evaluations with a judge need SciPy's statistics.
         from scipy.stats import rankdata
 
         points = rankdata(points, axis=1)
@@ -222,6 +224,7 @@ def _overoptimised(evaluations: Evaluations, limit: float) -> str | None:
 def _alike(evaluations: Evaluations, limit: float) -> str | None:
     versions = sorted(evaluations)
     initial, value = (evaluations[each].get(DIVERSITY, math.nan) for each in (versions[0], versions[-1]))
+    # `not <`, so that a NaN on either side raises no alarm.
     if not value < limit * initial:
         return None
     return (
@@ -252,6 +255,7 @@ def raised_guards(
     for step, stored in history.items():
         if stored.get("ppo/skipped_steps"):
             continue
+        # The file does not have this metric (`PPOController._log`).
         metrics = {**stored, TRAINS_POLICY: float("loss/policy" in stored)}
         guards.check(metrics, step)
         raised[step] = [name for name in NAMES if metrics.get(f"warnings/{name}")]
@@ -300,11 +304,14 @@ class Guards:
             count = self._in_a_row.get(name, 0) + 1 if name in conditions else 0
             self._in_a_row[name] = count
             needed = self._ppo.guard_patience
+            # Its limit is a number of steps, and replaces the patience of the other guards.
             if name == "blind_critic":
                 needed = math.ceil(self._limit(name))
             metrics[f"warnings/{name}"] = float(count >= needed)
+            # Once for each series: a sentence in every step would hide other warnings.
             if count == needed:
                 self._report(name, f"step {step}: guard {name}: {conditions[name]}")
+            # `>=`, because `stop` may be new in an attempt that continues with a longer series.
             if count >= needed and action == "stop":
                 failures.append(f"guard {name}: {conditions[name]}")
         return failures
@@ -325,6 +332,7 @@ class Guards:
         initial, limit = self._initial, self._limit
         met: dict[str, str] = {}
 
+        # Here and below, a metric that is not known has a value that meets no condition.
         eos, initial_eos = metrics.get("rollout/eos_rate", 1.0), initial.get("rollout/eos_rate", 0.0)
         if eos < limit("eos_loss") * initial_eos:
             met["eos_loss"] = (
@@ -345,6 +353,8 @@ class Guards:
             )
 
         kl = metrics.get("objective/kl", 0.0)
+        # Not below 0: the mean of k1 over samples is noisy, and often negative while the policy is close to
+        # the reference.
         if kl < -limit("negative_kl"):
             met["negative_kl"] = (
                 f"the KL to the reference is {kl:.3g} nats per response, which is impossible for"

@@ -109,6 +109,7 @@ class Selection:
     def is_due(self, version: int) -> bool:
         """Return whether `version` must be evaluated now."""
         every = self._ppo.evaluation_interval
+        # An attempt that continues from the checkpoint of a version has its evaluation.
         if every is None or version in self.evaluations:
             return False
         return version % every == 0 or version == self._ppo.steps
@@ -118,9 +119,11 @@ class Selection:
         self.evaluations[version] = finite(found.metrics)
         columns = self._columns[version] = {}
         for name, values in found.columns.items():
+            # None, because JSON has no NaN, and `write_columns` writes them for other tools, too.
             columns[name] = list(map(finite_or_none, values))
         self._compare_with_highest(version, found)
         self._has_diverged |= divergence(self.evaluations, self._ppo.publish_min_agreement) is not None
+        # After the comparisons above, which need version 0 as their base.
         if version == 0:
             return False
         better = self._is_better(found)

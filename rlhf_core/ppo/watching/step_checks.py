@@ -144,6 +144,8 @@ class StepChecks:
         sync = self._ppo.weight_sync
         exact = self._ppo.engine.dtype == self._ppo.policy_deepspeed.dtype == "float32"
         # Kernels in low precision differ by more than a stale weight would in float32.
+        # 0.05 is also `_LARGEST_GAP_16_BIT` of `evaluation.during_ppo`, by which the published files are
+        # checked.
         limit = sync.canary_tolerance if exact else max(sync.canary_tolerance, 0.05)
         if sync.canary and gap > limit:
             raise WeightSyncError(
@@ -176,6 +178,7 @@ class StepChecks:
             return  # the policy learns from the KL alone
         # Other algorithms learn from differences between prompts as well.
         groups = metrics.get("rollout/zero_variance_groups", 0.0) if self._ppo.by_group else 0.0
+        # Exactly 0: `experience._std` is exact for equal scores.
         uniform = groups >= 0.9 or metrics["objective/scores_std"] == 0.0
         metrics["warnings/uniform_scores"] = float(uniform)
         if uniform and not self._uniform:
@@ -229,6 +232,7 @@ class SyncCheck:
         composer: Composer,
         seed: int,
     ) -> None:
+        # Few and short, because all engines and ranks wait for them.
         own = ppo.model_copy(
             update={"samples_per_prompt": 1, "max_new_tokens": min(TOKENS, ppo.response_limit)}
         )
@@ -249,6 +253,7 @@ class SyncCheck:
         """Return the mean absolute difference over all tokens. Engines and policy have this version."""
         batch = self._collector.sample(self._prompts, version, 0, version)
         scoring = self._fleet.logprobs("policy", batch, with_entropy=False)
+        # While the ranks compute.
         by_engine = read_rollout_logprobs(self._fleet, batch)
         self._fleet.forget_prefixes("the compared prompts")
         pairs = zip(scoring.gather("logprobs"), by_engine, strict=True)

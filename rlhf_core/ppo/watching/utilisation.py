@@ -25,6 +25,8 @@ from rlhf_core.ppo.training.batch import RolloutBatch
 Metrics = dict[str, float]
 Counters = Mapping[str, float]
 
+# Names of methods with `rpc`, by which `cluster.rpc` counts seconds. A method with another name would count
+# as idle time.
 _SAMPLING = ("sample",)
 _SCORING = ("logprobs", "values", "scores", "make_experience")
 _TRAINING = ("update_policy", "update_critic")
@@ -140,6 +142,7 @@ def idle_shares(work: Mapping[str, Sequence[Counters]], groups: Sequence[Group],
 
 def _idle(processes: Sequence[Counters], seconds: float) -> float:
     busy = fmean(seconds_of(process, _WORK) for process in processes)
+    # Calls are timed in their own processes, so their sum can exceed the step by a little.
     return max(0.0, 1 - busy / seconds)
 
 
@@ -185,6 +188,7 @@ def _tokens(batches: Sequence[RolloutBatch]) -> int:
 
 
 def _rate(role: str, tokens: int, processes: Sequence[Counters], *methods: str) -> Metrics:
+    # By the slowest process: the others wait for it in the collectives, or for the end of the phase.
     longest = max(seconds_of(process, methods) for process in processes)
     return {f"utilisation/tokens_per_s/{role}": tokens / longest} if longest > 0 else {}
 
@@ -280,6 +284,7 @@ def moving_seconds(work: Mapping[str, Sequence[Counters]]) -> float:
     processes = list(chain.from_iterable(work.values()))
     seconds = 0.0
     for method in _MOVING:
+        # All processes move at the same time, and the slowest one ends the phase.
         seconds += max(seconds_of(process, (method,)) for process in processes)
     return seconds
 
