@@ -63,6 +63,7 @@ def run_stage(
 
 
 def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mapping[str, str]) -> PipelineRun:
+    # The run counts from this call. By default it counts from the start of the process, perhaps a notebook.
     started = seconds_since_boot()
     # Names the origin of the run, as the configuration file does for `rlhf run`.
     script = Path(sys.argv[0]).name
@@ -77,6 +78,8 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
             if not run.includes(stage):
                 continue
             record = run_with_retries(run, stage)
+            # Not a stage of its own: the result depends on the present champion, which is no input of the
+            # pipeline (decision 48). Before SFT: no hours of training on data that drifted.
             if stage == "data":
                 report = compare_with_champion(run, record.ref)
                 if report is not None:

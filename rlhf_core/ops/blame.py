@@ -146,6 +146,8 @@ def _of_step(
     recording: Recording, ppo: PPOConfig, step: int, of: Quantity
 ) -> tuple[Rows, NDArray[np.float64]]:
     """Return the responses with a score that belong to the batch of a step, and the `of` of each."""
+    # A filtered group was replaced by another one, which has rows of its own. Advantages are whitened over
+    # the batch, so its rows would change those of all others.
     rows = [row for row in recording.rollouts(step).to_pylist() if row["excluded"] != "filtered"]
     values = _values(recording, ppo, rows, step, of)
     # A response that a failed reward source masks has NaN for its score.
@@ -201,6 +203,7 @@ def token_values(
     values = column("values") if ppo.uses_critic else None
     ids = [np.array(row["response_ids"], np.int32) for row in rows]
     old = column("old_logprobs")
+    # Stands for the entropy, which is not recorded. It only enters metrics, and no advantage.
     zeros = list(map(np.zeros_like, old))
     scores_B = torch.tensor([row["score"] for row in rows], dtype=torch.float32)
     of_groups = response_advantages(scores_B, ppo)
@@ -265,6 +268,7 @@ def lost_items(run: FinishedRun, name: str) -> tuple[list[LostItem], int]:
     decode = load_decoder(run.data()).response
     texts = {each.prompt_id: each.prompt for each in load_prompts(folder / "regression" / name, "eval")}
     pairs = [(by_model[_OPPONENT][prompt], row) for prompt, row in by_model[policy].items()]
+    # Clipped here already: if the policy won more than it lost, `shares_of` would rank the items that it won.
     losses = np.array([before["score"] - after["score"] for before, after in pairs]).clip(0)
     items = []
     for share, (before, after) in zip(shares_of(losses, 0.0).tolist(), pairs, strict=True):
@@ -307,6 +311,8 @@ def trained_rows(run: FinishedRun, stage: TrainedStage, step: int) -> list[Train
         if not 1 <= step <= last:
             raise InputError(f"--step: must be a step of {stage}, 1 to {last}; got {step}")
         found = []
+        # Must be the seed that the stage gives to `train_epochs`. `_Inputs.seed` of the stage `reward` has
+        # the same one for the first member.
         seed = derive_seed(config.run.seed, stage)
         for index in rows_of_step(len(rows), settings.batch_size, seed, step - 1):
             row = rows[index]

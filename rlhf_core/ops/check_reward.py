@@ -45,6 +45,7 @@ def check_reward(config_path: str | Path, overrides: Sequence[str] = (), prompts
     if not config.ppo.rewards:
         raise InputError(f"{config_path}: ppo.rewards is empty; there is nothing to check")
     with TemporaryDirectory() as folder:
+        # None: the expected digests are those of whole sources, of which only the first rows are read.
         contents = {f"data.{name}[{index}]": None for name, index, _ in config.data.sources()}
         prepared = read_and_encode(config, Path(folder), lambda done, total: None, contents)
     return score_card(config, prepared, prompts)
@@ -78,6 +79,7 @@ def score_card(
     tokenizer = encoder.tokenizer
 
     def decode(ids: Sequence[int]) -> str:
+        # A template's blank before each answer is no part of what a reward gets in PPO (`Decoder.response`).
         return str(tokenizer.decode(ids, skip_special_tokens=True)).removeprefix(encoder.response_prefix)
 
     rows = rows_of(
@@ -99,6 +101,7 @@ def score_card(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Discard what the processes of rewards write to stderr: the evidence has the reason of a failure."""
+    # The descriptor, because processes inherit it. They would not see another object in `sys.stderr`.
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:

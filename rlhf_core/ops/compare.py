@@ -164,6 +164,7 @@ def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
     folder = run.file.parent
     state = read_json(folder / "run.json") or {}
     config = folder / "config.yaml"
+    # That of the run's folder. An artifact that was reused has the configuration of the run that made it.
     settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
     data, code = {}, {}
     for name, value in state.get("decided_by", {}).items():
@@ -171,6 +172,7 @@ def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
             data[f"content of {name.removeprefix('sources.')}"] = value
         elif name.startswith("schema."):
             code[f"version of the stage {name.removeprefix('schema.')}"] = value
+    # A set: a reused artifact has the versions of the run that made it, so that one run can have several.
     versions: dict[str, set[str]] = defaultdict(set)
     for stage in (each for each in STAGES if each in run.stages):
         for name, value in run.stages[stage].get("metrics", {}).items():
@@ -182,6 +184,7 @@ def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
     in_words = {name: ", ".join(sorted(found)) for name, found in versions.items()}
     code |= {f"digest ({name})": in_words.pop(name, None) for name in ("code", "git")}
     in_words["device"] = state.get("decided_by", {}).get("device")
+    # `RecordedProcess` is a list in JSON, and its third field is the host.
     in_words["host"] = state.get("process", [None] * 3)[2]
     fields = {name.removeprefix("."): value for name, value in leaves("", settings)}
     return {"configuration": fields, "data": data, "code": code, "versions": in_words}
@@ -224,6 +227,7 @@ class _Run:
 
     def judge_digest(self, measure: str) -> str | None:
         """Return what the scores of two runs must share to be comparable; None if this is not known."""
+        # All rules of an evaluation have one digest.
         name = "rules" if measure.startswith("rule/") else measure
         return self._digests.get(name)
 
@@ -263,6 +267,7 @@ def _scores(folder: Path, policy: str, measures: Collection[str]) -> dict[str, d
             if row["model"] == policy
         ]
     else:
+        # It has the first `evaluate.samples` prompts only, so that such a comparison is over fewer prompts.
         lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
         answers = [(row["prompt_id"], row["scores"][policy]) for row in map(json.loads, lines)]
     for prompt, scores in answers:
@@ -281,6 +286,7 @@ def _differences(first: _Run, second: _Run) -> dict[str, dict[str, float]]:
         if not theirs or digest is None or digest != second.judge_digest(measure):
             continue
         common = [prompt for prompt in ours if prompt in theirs]
+        # A few common prompts would give a paired interval so wide that it hides what all prompts show.
         if 2 * len(common) >= min(len(ours), len(theirs)):
             values = [theirs[prompt] - ours[prompt] for prompt in common]
             difference = first.interval(measure, common, values)
@@ -339,12 +345,14 @@ def _parted(runs: Sequence[_Run], last: int) -> str:
 def _mlflow_link(runs: Sequence[FinishedRun]) -> str:
     """Return the address of MLflow's page that compares the pipeline runs; empty if there is none."""
     links = [match for run in runs for text in run.summary["where"].values() if (match := _LINK.match(text))]
+    # Without an address, MLflow's database is that of the home.
     servers = {run.summary.get("tracking_uri") or run.home.path for run in runs}
     ids = [run.summary.get("mlflow_run_id") for run in runs]
     # One page shows runs of one server only.
     if len(servers) > 1 or None in ids or not links:
         return ""
     experiments = sorted({link[2] for link in links})
+    # MLflow's page reads both parameters as JSON.
     lists = (quote(json.dumps(each, separators=(",", ":"))) for each in (ids, experiments))
     command = runs[0].summary["where"].get("MLflow", "")
     running = "" if command.startswith("http") else f" while this runs: {command}"

@@ -96,12 +96,15 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
 
     few = limited(config, rows)
     with TemporaryDirectory() as folder, _warnings() as warnings:
+        # None, because a digest is that of a whole source, of which only the first rows are read.
         contents = {f"data.{name}[{index}]": None for name, index, _ in few.data.sources()}
         prepared = read_and_encode(few, Path(folder), lambda done, total: None, contents)
         card = prepared.card(few, {})
         bad_rows = _bad_rows(Path(folder) / QUARANTINE)
+    # That warning names a file in the temporary folder, which is deleted. The bad rows are shown instead.
     warnings = [text for text in warnings if QUARANTINE not in text]
     warnings += card_warnings(card, config.data.eval_fraction)
+    # Not `<=`: a source with exactly this many rows was cut, or was not. Nothing tells which.
     is_whole = all(count.most_of_a_source < rows for count in prepared.counts.values())
     if is_whole:
         warnings += size_warnings(config, prepared.splits)
@@ -154,6 +157,7 @@ def _views(example: SFTExample | PairExample | PromptExample, tokenizer: Any) ->
 def _parts(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[Part]:
     parts = []
     for learned, run in groupby(zip(ids, mask, strict=True), key=itemgetter(1)):
+        # The clean-up of some tokenizers hides blanks before punctuation, which the model reads.
         text = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
         parts.append(Part(text, bool(learned)))
     return parts
@@ -161,6 +165,7 @@ def _parts(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[Part
 
 def limited(config: PipelineConfig, rows: int) -> PipelineConfig:
     """Return the configuration with at most `rows` rows of each source."""
+    # A limit for all rows says nothing about the first ones.
     sets: dict[str, Any] = {"min_rows": min(config.data.min_rows, 1)}
     for name in SETS:
         limited = []
@@ -183,6 +188,7 @@ def _warnings() -> Iterator[list[str]]:
     logger = logging.getLogger("rlhf_core.data")
     collector, propagates = Collector(), logger.propagate
     logger.addHandler(collector)
+    # They are shown with the table, and would be on the terminal twice.
     logger.propagate = False
     try:
         yield found

@@ -231,6 +231,7 @@ def _measure(run: PipelineRun, request: DriftRequest) -> None:
         [*python_module("rlhf_core.ops.drift_measures"), str(file)],
         stage_environment(run.config),
         log_file=log_file,
+        # It writes one file, at its end, so that nothing is lost.
         parent_death_signal=signal.SIGKILL,
     )
     try:
@@ -253,6 +254,7 @@ def _measure(run: PipelineRun, request: DriftRequest) -> None:
 
 def _publish(run: PipelineRun, report: DriftReport) -> None:
     values = {finding.drift.metric: finding.drift.value for finding in report.findings}
+    # Before a limit ends the run: whoever looks at the stopped run in MLflow finds the values and the page.
     run.tracking.log_results(run.key, {name: value for name, value in values.items() if value is not None})
     run.tracking.log_file(run.parent_run_id, report.page)
     for finding in report.findings:

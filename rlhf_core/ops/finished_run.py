@@ -59,6 +59,7 @@ class FinishedRun:
             raise InputError(f"{self.file} has no artifact of the stage {stage}; got {address}")
         places = [found]
         own = self.file.resolve().parents[2] / self.home.store.name  # the file is HOME/runs/NAME/summary.json
+        # A bucket, or a folder with another name, is not part of the home, and is not copied with it.
         if "://" not in found.store and Path(found.store).name == own.name:
             # First the store of its home: the address is that of the original, if the home was copied.
             places.insert(0, found._replace(store=str(own)))
@@ -81,6 +82,7 @@ class FinishedRun:
         """
         artifacts, ref = self.artifact(stage)
         try:
+            # Fields that this release has dropped must not make finished runs of earlier releases unreadable.
             return PipelineConfig.of_any_release(artifacts.config(ref))
         except ValidationError as error:
             raise InputError(f"{ref.uri} was made by an earlier release; run the pipeline again") from error

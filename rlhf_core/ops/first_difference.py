@@ -69,6 +69,7 @@ _FIELDS: Mapping[Kind, tuple[str, ...]] = {
     "score": ("ppo.rewards.", "ppo.score_clip", "ppo.missing_eos_penalty", "ppo.overlong.", "inputs.judge"),
     "advantage": ("ppo.kl.", "ppo.gamma", "ppo.lam", "ppo.advantages.", "ppo.whiten_advantages"),
     "gradient": (
+        # `ppo.steps` is here because the learning rate follows from the share of all steps that are done.
         *("ppo.policy.", "ppo.critic.", "ppo.loss", "ppo.epochs", "ppo.minibatches", "ppo.steps"),
         *("ppo.clip_", "ppo.dual_clip", "ppo.value_clip", "ppo.critic_warmup_", "ppo.ema_decay", "ppo.ptx."),
     ),
@@ -154,6 +155,7 @@ class Recording:
         state = self.folder / "controller.json"  # of a checkpoint
         if state.is_file():
             found = json.loads(state.read_text(encoding="utf-8"))
+            # A kept folder can have a later checkpoint, whose weights are those of another step.
             if found["done"] == step:
                 weights = found.get("weights")
                 return weights
@@ -227,11 +229,13 @@ def _expanded(names: Sequence[str], common: Collection[str]) -> list[str]:
 
 def _in_column(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, Any, int, int | None] | None:
     """Return the first two values that differ, with the response and the position in it."""
+    # Not strict: another number of responses is a difference of its own, which `_in_columns` yields.
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if _equal(a, b):
             continue
         if not isinstance(a, list) or not isinstance(b, list):
             return a, b, index, None
+        # Not strict: if one is the beginning of the other, they part at the end of the shorter one.
         pairs = enumerate(zip(a, b, strict=False))
         position = next((place for place, pair in pairs if not _equal(*pair)), min(len(a), len(b)))
         first, second = [row[position] if position < len(row) else "nothing" for row in (a, b)]
@@ -252,6 +256,7 @@ def _in_metrics(one: Mapping[str, float], other: Mapping[str, float], step: int)
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
+        # Python's comparison of lists is much faster, and decides all lists without NaN.
         return one == other or (len(one) == len(other) and all(map(_equal, one, other)))
     return bool(one == other) or (_is_nan(one) and _is_nan(other))
 

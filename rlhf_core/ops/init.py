@@ -117,8 +117,10 @@ def _first_records(option: str, name: SetName, path: str) -> Sequence[Record]:
     except DataError as error:
         raise DataError(f"{option}: {error.message}") from error
     source = Source(path=path)
+    # `keep`, because `drop` would remove the thoughts before `_seen` looks for them.
     records = [to_record(row, source, name, path, "keep") for row in rows]
     bad = [each for each in records if isinstance(each, BadRow)]
+    # The stage `data` passes over some bad rows. If all of the first ones are bad, it is the wrong file.
     if bad and len(bad) == len(records):
         raise DataError(f"{option} {path}: none of the first {len(bad)} rows can be used: {bad[0].reason}")
     return [each.record for each in records if not isinstance(each, BadRow)]
@@ -217,6 +219,7 @@ def _reward(given: Given, rates: Rates | None) -> Iterator[str]:
     address = parse_address(given.pairs)
     pairs = sum(map(rows_of_file, list_files(address, "train"))) if address.kind == "local" else 0
     fields = [] if rates is None else [f"optimizer: {{learning_rate: {rates.reward}}}"]
+    # Not with DPO: there the reward model itself only judges, and the policy never learns from its scores.
     if pairs >= PAIRS_OF_TWO and given.goal != "dpo":
         yield f"# Half of the {pairs:,} pairs train a second reward model, which judges and does not train."
         fields.append("judge: {}")
@@ -245,6 +248,7 @@ def _is_start(given: Given) -> bool:
     if given.sft is not None:
         return False
     name = given.model.rstrip("/").rpartition("/")[2].lower()
+    # `-it` is the ending of Gemma's models that follow instructions.
     if re.search(r"instruct|chat|-it\b", name):
         return True
     return given.pairs is None and exists(given.model) and ModelFolder(given.model).has_chat_template

@@ -63,9 +63,12 @@ def write_pass_rates(
     # Held-out prompts as well, so that the same ones are held out of the new rows.
     every = {each.prompt_id: each for each in (*load_prompts(data, "train"), *load_prompts(data, "eval"))}
     for prompt in every.values():
+        # A conversation and a system message are in `prompt` as joined text. Written as one message they
+        # would be another prompt, for which the pass rate does not hold.
         if encoder.prompt([Message("user", prompt.prompt)]) != prompt.input_ids:
             left_out += 1
             continue
+        # `prompt` last: a field of the source row with this name would replace it.
         fields = {**prompt.meta, "prompt": prompt.prompt}
         if results := passed.get(prompt.prompt_id):
             fields |= {"pass_rate": sum(results) / len(results), "sampled": len(results)}

@@ -120,6 +120,7 @@ class Plan:
 def _natural(version: str) -> tuple[str, int]:
     """Return what sorts versions by name and number."""
     name, _, number = version.rpartition(" ")
+    # As a number, so that version 10 comes after version 9.
     return name, int(number)
 
 
@@ -374,6 +375,7 @@ def retained(mlflow: Mlflow) -> Retained:
             # The aliases and moves first, so that their versions exist when those are listed.
             aliased, moves = set(mlflow.aliases(name).values()), read_log(mlflow, name).moves
             versions = mlflow.versions(name)
+            # The artifacts of a champion that the listing lacks would look as if nothing needed them.
             missing = aliased - {version.version for version in versions}
             if missing:
                 raise UnusableAnswer(f"version {min(missing)} of {name} has an alias, and is not listed")
@@ -416,10 +418,12 @@ def remove(
 
     Return False if it has changed, or if its key was claimed by another attempt since `claim` was observed.
     """
+    # `put_if_absent` of the next number: two commands at the same time cannot both get it.
     fence = claim_next(store, subject.key, claim)
     if fence is None:
         return False
     outbox = Outbox.of(store, home.outbox)
+    # Many files can take longer than a lease lasts, after which another attempt takes the key.
     with renewed(fence), suppress(Superseded):
         fence.check()
         if isinstance(subject, Pending):
@@ -485,6 +489,7 @@ def remove_copy(store: Store, copy: CachedCopy) -> bool:
         return False
     shutil.rmtree(copy.folder, ignore_errors=True)
     shutil.rmtree(annotations_copy(copy.folder), ignore_errors=True)
+    # Last: `stale_copies` passes over a copy without this file, so that nobody would find what a kill left.
     store_file(copy.folder).unlink(missing_ok=True)
     return True
 
@@ -541,7 +546,9 @@ def remove_from_home(home: Home, trace: Trace) -> bool:
             path.unlink(missing_ok=True)
         return True
     try:
+        # No wait: who holds it creates the database at this moment, and will use it.
         with FileLock(home.prefect_lock, timeout=0):
+            # Compared again under the lock, because a run can have begun since the plan was made.
             if not home.prefect_complete.exists() or _of_prefect(home) != trace:
                 return False
             # The marker first: what a kill leaves then is deleted by the next run.
@@ -589,6 +596,7 @@ def _size(path: Path) -> int:
 def _of_prefect(home: Home) -> Trace:
     files = [file.stat() for file in home.prefect.glob("prefect.db*")]
     own = None
+    # `EmbeddedPrefect` sets the time of a database that it uses, before its run has written a state.
     if any(file.st_mtime > time.time() - _STARTING_SECONDS for file in files):
         own = Reason.IN_USE
     for state in filter(None, map(read_state, home.run_states())):
@@ -601,6 +609,7 @@ def _of_prefect(home: Home) -> Trace:
 
 def _of_pipeline(runs: list[PastRun], share: int, home: Home) -> Trace:
     """Return the runs of a pipeline and of its stages. `share` is the size of a run in the database."""
+    # An estimate: SQLite does not say what one run takes, and the file does not shrink after a deletion.
     size = share * len(runs)
     size += sum(bytes_below(run.folder) for run in runs if run.folder is not None)
     artifacts = _artifacts((run.tags.get(STAGE, ""), run.tags[STAGE_KEY]) for run in runs[1:])

@@ -61,6 +61,7 @@ def publish(policy: RegisteredPolicy, folder: Path) -> Path:
             raise InputError(f"{folder} has files already; name another folder, or delete this one")
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = folder.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+        # Otherwise another `rlhf publish` to the same parent takes this folder for one that a kill has left.
         with held(temporary):
             _write(policy, folder, temporary)
     except OSError as error:
@@ -110,6 +111,7 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
         InputError: The name is not one of a repository, or the hub refuses or cannot be reached, or the
             repository has files.
     """
+    # huggingface_hub 2.4 sends its requests with httpx2, whose errors are no subclasses of httpx's.
     import httpx2
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -118,8 +120,10 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as temporary:
         folder = Path(temporary, "model")
         # Links, so that a kill leaves no copy of the weights.
+        # Absolute, because a relative link starts at the folder of the link.
         source = (policy.folder / "policy").absolute()
         shutil.copytree(source, folder, copy_function=os.symlink)
+        # Replaces a link of this name. Writing through it would change the file of the artifact.
         write_atomic(folder / _CARD, model_card(policy))
         try:
             private: bool | None = True
@@ -128,6 +132,7 @@ def publish_to_hub(policy: RegisteredPolicy, repository: str, *, replace: bool =
             except RepositoryNotFoundError:
                 api.create_repo(repository, private=True)
             else:
+                # The hub puts this file into each new repository, and no upload deletes it.
                 files = [name for name in api.list_repo_files(repository) if name != ".gitattributes"]
                 if files and not replace:
                     raise InputError(
@@ -196,6 +201,7 @@ def model_card(policy: RegisteredPolicy) -> str:
         data_licences={name: _data_licence(digest) for _, name, digest in sources},
         problems=endless_models(evaluation.get("eos_rate", {}), titles),
     )
+    # Texts of the configuration and of the gate are in it, and it can become public.
     return scrubbed(str(card)) + "\n"
 
 
@@ -282,6 +288,7 @@ def licence_of(card: Path) -> str | None:
 
     try:
         found = (metadata_load(card) or {}).get("license")
+    # RecursionError: front matter with deeply nested lists.
     except (ValueError, YAMLError, RecursionError):
         return None
     names = list(map(str, found if isinstance(found, list) else [found]))

@@ -111,6 +111,7 @@ def rehearse(
     """
     started = time.monotonic()
     if gpus is not None:
+        # GPUs imply CUDA, as in `make_plan`. The rehearsal itself sets `run.device` to the CPU later.
         overrides = [*overrides, "run.device=cuda"]
     given = resolve(load_config(path, overrides)).config
     say("small model and few rows")
@@ -138,6 +139,7 @@ def rehearse(
     # The user knows their own files, not those of the rehearsal.
     for own, users in derived.copies.items():
         found.problems = [problem.replace(own, users) for problem in found.problems]
+    # Of the children, the kernel counts those that were waited for, and theirs.
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     found.cpu_seconds = sum(each.ru_utime + each.ru_stime for each in used)
     return found
@@ -196,8 +198,10 @@ def _run(found: Rehearsal, config: PipelineConfig, place: Path, command: list[st
     """Run the configuration, with PPO killed after its first checkpoint, and read its artifacts."""
     trace = place / "trace"
     trace.mkdir()
+    # With a trace, the failpoint acts once in all processes together. Otherwise each retry would be killed.
     killed = {"RLHF_FAIL": _KILL, "RLHF_FAIL_TRACE": str(trace)} if config.ppo.enabled else {}
     log = place / "run.log"
+    # With these variables, the run would write to the user's home and be shown in their server of Prefect.
     own = {name: value for name, value in os.environ.items() if name not in (HOME_OF_RUNS, "PREFECT_API_URL")}
     with (
         log.open("ab") as output,
@@ -215,6 +219,8 @@ def _run(found: Rehearsal, config: PipelineConfig, place: Path, command: list[st
     if status != 0:
         found.problems.append(_failure(config, log, status))
         return
+    # The failpoint creates this file just before it acts. The exit status does not tell a run that was killed
+    # and continued from one that never wrote a checkpoint.
     if (trace / _KILL).exists():
         found.exercised["kill and resume"] = "SIGKILL of PPO after its first checkpoint, and its continuation"
     elif config.ppo.enabled:
@@ -225,10 +231,12 @@ def _run(found: Rehearsal, config: PipelineConfig, place: Path, command: list[st
 def _failure(config: PipelineConfig, log: Path, status: int) -> str:
     """Return the error of a run that failed."""
     states = [state for file in Home.of(config.run.home).run_states() if (state := read_state(file))]
+    # The home of a rehearsal has one run.
     if states and states[0].get("error"):
         stage = (states[0].get("making") or {}).get("stage", "run")
         return f"stage {stage}: {states[0]['error']}"
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    # The beginnings of messages in `rlhf_cli.main`.
     errors = [line for line in lines if line.startswith(("error:", "failed:"))]
     return errors[-1] if errors else f"run: it ended with {status}; see {log}"
 
@@ -269,6 +277,7 @@ def _compared(plan: Plan, found: Rehearsal) -> Iterator[tuple[str, tuple[str, st
     step = "" if plan.time is None else f"; {sum(plan.time.phases.values()):.1f} s for a step of PPO"
     yield "memory, time", (f"{fits} {plan.hardware}{step}", "not measured")
     for work in plan.work:
+        # `pop`, because it is shown beside the plan, and not a second time in the list of what was exercised.
         seen = found.exercised.pop(f"stage {work.stage}", "not reached")
         yield work.stage, (f"{work.rows:,} {work.what}, {work.steps:,} steps", seen)
     if plan.unread is not None:
@@ -353,6 +362,7 @@ def _special_tokens(config: PipelineConfig, prepared: Prepared) -> Iterator[str]
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     rows = (*_examples(prepared, "prompts"), *_examples(prepared, "sft"))
     doubled = sum(each.input_ids.count(bos) > 1 for each in rows)
+    # GPT-2 and others have one token for both, which then begins and ends each sequence.
     if bos not in (None, eos) and doubled:
         field = "data.chat_template" if config.data.chat_template else "model.path (its chat template)"
         yield (
@@ -401,6 +411,7 @@ def _template(prepared: Prepared) -> Iterator[str]:
 
 
 def _letters(text: str) -> str:
+    # The normaliser of a tokenizer may change case and blanks. No template is at fault for that.
     return "".join(text.casefold().split())
 
 
@@ -436,6 +447,7 @@ def _compute_loss(ppo: PPOConfig) -> None:
     from rlhf_core.algo.losses import LossInputs
     from rlhf_core.ppo.training.loss_step import loss_of
 
+    # The same numbers in every rehearsal, so that a message about them comes again.
     torch.manual_seed(0)
     logprobs_BT = (-torch.rand(4, 8)).requires_grad_()
     old_BT, ones_BT = logprobs_BT.detach() + 0.01, torch.ones(4, 8)

@@ -102,6 +102,7 @@ class Derivation:
 
     def _of_machine(self) -> None:
         run, store = self._given.run, self._given.store
+        # A name has at most 64 characters.
         self._set("run.name", f"rehearse-{run.name}"[:64])
         self._set("run.home", str(self._place / "home"))
         self._set("run.device", "cpu", _GPU if run.device != "cpu" else None)
@@ -158,6 +159,7 @@ class Derivation:
         for field in ("sft_examples", "pairs", "prompts"):
             path = f"data.synthetic.{field}"
             self._set(path, min(getattr(data.synthetic, field), ROWS + LONGEST))
+        # A usual share of the 72 rows of a source is a handful, and an evaluation takes `_HELD_OUT` prompts.
         self._set("data.eval_fraction", max(data.eval_fraction, 0.25))
         self._set("data.max_eval", min(data.max_eval, 2 * _HELD_OUT))
         self._set("data.min_rows", min(data.min_rows, 2))
@@ -195,6 +197,7 @@ class Derivation:
     def _of_section(self, field: str, batch: int) -> None:
         """Shorten the training of a section."""
         section = self._value(field)
+        # `and` leaves None, with which the judge has the setting of the reward model.
         self._set(f"{field}.epochs", section.epochs and 1)
         ranks = 1
         if section.deepspeed is not None:
@@ -234,6 +237,7 @@ class Derivation:
         self._set("ppo.prompts_per_step", minibatch * minibatches // samples)
         steps = 2 * ppo.sync_every  # one before the kill, one after it
         self._set("ppo.steps", steps)
+        # The default of 10 steps is never reached here, and the kill waits for the first checkpoint.
         self._set("ppo.checkpoint_every", ppo.sync_every)
         self._set("ppo.samples_every", 1)
         if ppo.longest_warmup:
@@ -296,6 +300,7 @@ def _first_and_longest(source: Source, config: PipelineConfig) -> Iterator[str]:
     """Yield the first rows of a source and its longest ones, in their order. First ones may be bad."""
     texts = _texts(source, config)
     first = list(islice(texts, ROWS))
+    # `texts` is an iterator, which goes on after the first rows here. No row is twice in the file.
     longest = heapq.nlargest(LONGEST, texts, key=lambda each: len(each[1]))
     yield from (text for _, text in (*first, *sorted(longest)))
 
@@ -347,6 +352,7 @@ def shrink(source: Path, out: Path, seed: int) -> str:
         _make_small(config)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None))
+    # transformers has no common error for a shape that it cannot build.
     except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"--model: no small model can be made of {source}/config.json: {type(error).__name__}:"
@@ -365,6 +371,7 @@ def _make_small(config: Any) -> None:
     """Reduce depth and width of a configuration of transformers, in place."""
     heads = config.num_attention_heads
     groups = max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
+    # Grouped queries stay grouped, and several heads stay several: both have code of their own.
     kv_heads = 1 if groups > 1 else 2
     heads_now = kv_heads * min(groups, _MOST_GROUPED)
     head = getattr(config, "head_dim", None) or config.hidden_size // heads

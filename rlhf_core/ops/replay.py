@@ -133,6 +133,7 @@ def _require_same_versions(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, now)
     elif found != now:
+        # A difference between two versions would look like one of the run.
         raise InputError(f"--keep: {folder} was made by another version of the code; use another folder")
 
 
@@ -146,6 +147,7 @@ def _run_until(run: FinishedRun, step: int, folder: Path, train: Train) -> Path:
     config = with_limits_of_data(config, inputs).with_values(
         {
             "run.home": str(run.home.path),  # with the replies of language models
+            # All columns and no limit of size: each of them can have the first difference.
             "record": RecordConfig(level="all", max_bytes=10**15),
             # From here on: what costs time or ends a run, and changes no step.
             "ppo.evaluate_every": 0,

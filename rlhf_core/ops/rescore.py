@@ -57,6 +57,7 @@ _SHOWN_CHARACTERS = 200
 _DISAGREEMENTS = 5
 _ROWS = 16
 """Largest number of rows of the table of steps on the terminal."""
+# Of two equal means, one is lower by more than this with a probability of about 2.3 %.
 _ERRORS = 2.0
 
 Track = Callable[[Sequence[int]], Iterable[int]]
@@ -230,6 +231,7 @@ class StepScorer:
         self._model = Scorer(
             folder,
             template=template,
+            # In another precision, the scores of the run's own model would differ from those of the record.
             dtype=config.reward.deepspeed.dtype,
             attention="eager" if config.model.attention == "eager" else "sdpa",
             device=resolve_device("auto"),
@@ -253,6 +255,7 @@ class StepScorer:
             except ItemError:  # such as a response that is too long for this model: it has no value
                 continue
             rows.append(row)
+        # NaN and not 0, which would be a score. The composer leaves such a response without a total.
         scores = np.full(len(samples), np.nan)
         scores[rows] = model.scores(pairs)
         return scores.tolist()
@@ -317,6 +320,7 @@ def compare(
         texts: Returns the texts of the responses at (step, index).
     """
     scores = new.select(["step", "index", "score", "length"]).to_pandas()
+    # If `against` is `score`, both tables have such a column, and that of the record gets the suffix.
     frame = old.to_pandas().merge(scores, on=["step", "index"], suffixes=("_of_run", ""))
     frame = frame.rename(
         columns={f"{against}_of_run" if against == "score" else against: "old", "score": "new"}
@@ -350,6 +354,7 @@ def parting_step(steps: Sequence[Mapping[str, float]]) -> int | None:
     number = max(range(len(steps)), key=lambda i: steps[i]["new"])
     best, parted = steps[number], None
     for row in reversed(steps[number + 1 :]):
+        # Standard error of a difference: the variances of two independent means add up.
         error = math.hypot(best["new_error"], row["new_error"])
         if not (best["new"] - row["new"] > _ERRORS * error and row["old"] > best["old"]):
             break
@@ -401,6 +406,7 @@ def _parts(frame: Frame, prompts: Mapping[str, PromptExample]) -> list[dict[str,
 def _disagreements(
     frame: Frame, texts: Callable[[Sequence[tuple[int, int]]], list[str]]
 ) -> list[dict[str, Any]]:
+    # The expression of `rlhf inspect`, so that both rank ties alike.
     with duckdb.connect() as database:
         database.register("frame", frame)
         ranks = f"{share_below('old')} AS old_rank, {share_below('new')} AS new_rank"
@@ -408,6 +414,7 @@ def _disagreements(
     frame["gap"] = frame["old_rank"] - frame["new_rank"]
     rows = []
     for sign in (1, -1):
+        # The default of pandas is not stable. Responses with equal gaps stay in the order of their steps.
         by_gap = frame.assign(gap=sign * frame["gap"]).sort_values("gap", ascending=False, kind="stable")
         # One response to a prompt: late responses to one prompt are often the same.
         chosen = by_gap[by_gap["gap"] > 0].drop_duplicates("prompt_id").head(_DISAGREEMENTS)

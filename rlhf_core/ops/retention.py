@@ -226,6 +226,7 @@ def _needed(known: Known, artifacts: Mapping[ArtifactName, StoredArtifact]) -> M
 def _own_reason(artifact: StoredArtifact, known: Known) -> Reason | None:
     """Return why an artifact is kept together with all that it descends from; None if it need not be."""
     claim = known.claims.get(artifact.name.key)
+    # The command may read another MLflow than the one that has the champion (decision 6).
     if artifact.registered is not None and artifact.registered not in known.registered:
         return Reason.OTHER_REGISTRY
     if claim is not None and claim.held:
@@ -243,6 +244,7 @@ def _read(known: Known, artifacts: Collection[ArtifactName]) -> Iterator[Artifac
     yield from known.in_use
     finished = {name.key for name in artifacts}
     for key, claim in known.claims.items():
+        # An interrupted stage is continued from its checkpoint, and reads the same artifacts again.
         is_recent = claim.begun > known.now - known.unfinished_age
         if claim.held or (key not in finished and is_recent):
             yield from map(ArtifactName.parse, claim.inputs)
@@ -286,6 +288,7 @@ def _reason_of_run(
 
 
 def _descendants_first(artifacts: Mapping[ArtifactName, StoredArtifact]) -> list[StoredArtifact]:
+    # Sorted, because the order of a set of texts differs between processes: two plans must list the same.
     graph = {name: sorted(artifacts[name].descends_from) for name in artifacts}
     ancestors_first = filter(artifacts.__contains__, TopologicalSorter(graph).static_order())
     # Reversed, so that an interrupted deletion leaves no artifact without what it was made of.
@@ -295,6 +298,7 @@ def _descendants_first(artifacts: Mapping[ArtifactName, StoredArtifact]) -> list
 def _last_use(key: str, saved: float, known: Known) -> float:
     """Return when the last attempt at a key began or saved, whichever is later; infinite if not known."""
     claim = known.claims.get(key)
+    # Infinite counts as young: what is not known is kept.
     return math.inf if claim is None else max(claim.begun, saved)
 
 

@@ -86,6 +86,7 @@ class Retraining:
         """The versions of an unfinished run, which the retraining will continue."""
         self._run = run
         self._model = config.registered_model
+        # With a key of the settings, because two deployments can train the same registered model differently.
         self._tag = _STATE + pipeline_key(config, {})
         self._tracking = open_tracking(config)
         self._failure = ""
@@ -93,6 +94,7 @@ class Retraining:
         self._state, versions = self._read()
         if self._failure:  # without MLflow, `champion:NAME` stands for nothing
             return
+        # Before the marks are taken: they and the data that are read later are then of the same commits.
         self._given = pinned(config)
         self._kept = kept_versions(config)
         marks = external_marks(self._given) | reference_marks(config, self._kept)
@@ -125,6 +127,7 @@ class Retraining:
             return RetrainingDecision(
                 False, "Waiting", f"{hours:.1f} hours since the last start, of {min_pause_hours:g}"
             )
+        # Contents are read once for each list: checks follow within minutes, and sources are large.
         if self._state.read != self._observed:
             finished = finished_registration(self.config)
             rows = count_rows(self.config)
@@ -139,6 +142,7 @@ class Retraining:
             return RetrainingDecision(True, "Due", "this flow run began it, and was interrupted")
         new = self._state.read_rows - (self._state.rows or 0)
         if self._state.rows is not None and new < min_new_rows:
+            # Kept, so that the next check does not read the contents again.
             self._write()
             return RetrainingDecision(False, "Waiting", f"{new} new rows, of {min_new_rows} that are needed")
         if not self._state.marks:
@@ -179,6 +183,7 @@ class Retraining:
             tags = mlflow.model_tags(self._model) or {}
             versions = len(mlflow.versions(self._model))
         except Exception as error:  # of MLflow's client
+            # It becomes the message of a flow run, and an address can have a password.
             self._failure = scrubbed(f"MLflow at {mlflow.uri} {describe_failure(error)}")
             return RetrainingState(), 0
         try:
@@ -190,6 +195,7 @@ class Retraining:
     def _write(self) -> bool:
         """Return whether MLflow has stored the state."""
         try:
+            # Before the first registration there is no registered model that a tag could be put on.
             self._tracking.mlflow.ensure_model(self._model, "")
             self._tracking.mlflow.tag_model(self._model, {self._tag: json.dumps(asdict(self._state))})
         except Exception as error:  # of MLflow's client: the next check reads the contents again
@@ -200,6 +206,7 @@ class Retraining:
 
 def finished_registration(config: PipelineConfig) -> ArtifactRef | None:
     """Return the artifact of stage `register` if the store has all stages for the present inputs."""
+    # Not `open_run`: only the keys and the store are needed, and no run may begin.
     run = PipelineRun(config, "")
     artifacts: dict[StageName, ArtifactRef] = {}
     for stage in STAGES:

@@ -135,6 +135,7 @@ class Review:
         voted = []
         for pair in self.pairs:
             if preferences := by_pair.get(id(pair)):
+                # Exact for votes of 0, 0.5 and 1: `preference_rows` compares the mean of a draw with 0.5.
                 voted.append(Vote(pair, math.fsum(preferences.values()) / len(preferences)))
         rate = None
         # Both answers of the stage `sample` are of the policy, so nobody wins.
@@ -178,7 +179,9 @@ class Review:
             content = _read(path)
             if path.name != _name(content):
                 continue  # such as a copy with the name of the download
+            # `replace`, because a file with another encoding must end with the message of the parser.
             file = parse_votes(content.decode("utf-8", "replace"), str(path))
+            # The folder also has votes on the other pages of this run, and on samples that were made again.
             if file.page == page_digest(self.pairs_of(file)):
                 yield file
 
@@ -366,6 +369,8 @@ def load_sampled_pairs(file: Path) -> list[BlindPair]:
         different = prompt.different
         if len(different) < 2:
             continue
+        # Not the best and the worst by score: the labels would then depend on the judge that they are to
+        # correct (decision 48).
         one, other = rng.sample(different, 2)
         sample: dict[str, str | None] = {"prompt_id": prompt.prompt_id, "prompt": prompt.prompt}
         samples.append(sample | {"policy": one.text, "sample": other.text, "winner": _winner(one, other)})

@@ -177,6 +177,7 @@ def _preferred_answers(field: str, rows: Path) -> list[str]:
 
 
 def _text(file: Path) -> str:
+    # Values of overrides are YAML, and so is JSON. A bare path with `: ` or ` #` would be read otherwise.
     return json.dumps(str(file))
 
 

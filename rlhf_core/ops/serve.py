@@ -70,6 +70,8 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
     """
     _check_options(more)
     names = [policy.name, f"{policy.name}@{policy.version.version}"]
+    # Its precision is that in which PPO and the evaluation have sampled the policy. vLLM's default follows
+    # from the files.
     engine = policy.config["ppo"]["engine"]
     command = [
         # Not `vllm serve`, which fails with the package for CPUs: that one is not named `vllm`.
@@ -91,6 +93,7 @@ def serve_command(policy: RegisteredPolicy, host: str, port: int, more: Sequence
     else:
         rank = adapter_rank(policy.files.adapter)
         adapters = [f"{name}={policy.files.adapter}" for name in names]
+        # Without the adapter it is the SFT model, which must not answer under the name of the policy.
         command += ["--served-model-name", f"{policy.name}-sft", "--enable-lora"]
         command += ["--max-lora-rank", str(engine_rank(rank)), "--lora-modules", *adapters]
     return [*command, *more]
@@ -104,6 +107,7 @@ def tokenizer_alone(policy: RegisteredPolicy, home: str | Path) -> Path:
     """
     model = policy.files.model.resolve()
     # One for each model folder, so that repeated starts do not add others.
+    # A path need not be UTF-8, and `str.encode` would refuse it then.
     digest = hashlib.sha256(os.fsencode(model)).hexdigest()[:16]
     folder = Home.of(home).make().cache / f"tokenizer-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,6 +156,7 @@ MAX_ITEMS = 10_000
 """Maximum number of items of a request. The answer has an entry for each, and a reason for each item without
 a score.
 """
+# uvicorn answers each request with 503 once it has this number of connections, idle ones included.
 _MAX_CONNECTIONS = 256
 
 
@@ -231,6 +236,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str | None]:
     """
     token = reward_token(guards=True)
     bound = bind(host, port)
+    # The address of the socket and not `host`, which can be a name that leads to any interface.
     address = str(bound.getsockname()[0]).partition("%")[0]
     if token is None and not ipaddress.ip_address(address).is_loopback:
         bound.close()
@@ -252,6 +258,7 @@ def make_server(scorer: Scorer, token: str | None) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             limit_concurrency=_MAX_CONNECTIONS,
+            # Without a limit, uvicorn waits at the end for a client that does not finish sending its request.
             timeout_graceful_shutdown=5,
         )
     )
@@ -270,8 +277,10 @@ def make_app(scorer: Scorer, token: str | None) -> Starlette:
             # A client that has given up while it waited needs no score.
             if await request.is_disconnected():
                 raise HTTPException(400, "the request broke off")
+            # In a thread, so that `/health` and disconnections are answered during a forward pass.
             return JSONResponse(await asyncio.to_thread(score_items, scorer, items))
 
+    # Without a token: load balancers ask it, and the answer says nothing.
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -298,6 +307,7 @@ def score_items(scorer: Scorer, items: list[Any]) -> dict[str, Any]:
     scores: list[float | None] = [None] * len(items)
     values = scorer.scores(list(pairs.values())) if pairs else []
     for index, value in zip(pairs, values, strict=True):
+        # JSON has no NaN. Starlette refuses it, and the whole request would be answered with 500.
         if math.isnan(value):
             errors[str(index)] = "the model's score is not finite"
         else:
@@ -320,6 +330,7 @@ async def _items(request: Request) -> list[Any]:
         raise HTTPException(415, "the request must be application/json")
     body = bytearray()
     try:
+        # Counted while it is read: a chunked request does not announce its size.
         async for piece in request.stream():
             body += piece
             if len(body) > MAX_BYTES:
@@ -328,6 +339,7 @@ async def _items(request: Request) -> list[Any]:
         raise HTTPException(400, "the request broke off") from None
     try:
         items = json.loads(body)["items"]
+    # RecursionError: thousands of nested lists. TypeError: JSON that is no object.
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise HTTPException(400, 'the request must be {"items": [...]}') from error
     if not isinstance(items, list):

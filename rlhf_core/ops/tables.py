@@ -33,6 +33,7 @@ def show(verdict: str, tables: Mapping[str, Table], console: Console) -> None:
         for heading in headings:
             table.add_column(heading, overflow="fold")
         for row in rows:
+            # As `Text`: rich takes brackets in a plain string, such as those of a user's prompt, for markup.
             table.add_row(*(Text(printable(cell)) for cell in row))
         console.print(table)
         say(note)

@@ -47,6 +47,7 @@ _SHORT = (
     "ppo.critic_warmup_max_steps=null",
     "ppo.evaluate_every=0",
     "ppo.stop_patience=null",
+    # `best` needs evaluations, which are switched off here.
     "ppo.publish=last",
 )
 """What a short run leaves out."""
@@ -99,6 +100,7 @@ def tune(
         InputError: `out` exists, the configuration is wrong, or no candidate runs.
         RLHFError: An earlier stage failed.
     """
+    # First, because the file is written only after all candidates were measured.
     if out.exists():
         raise InputError(f"--out: must be a new file; got {out}, which exists; choose another name")
     if not out.absolute().parent.is_dir():
@@ -129,11 +131,13 @@ def tune(
         try:
             trials.append(_measure(config_path, [*overrides, *changes], changes, train_briefly))
         finally:
+            # The next candidate writes to the same folder, and each trial leaves a whole policy there.
             shutil.rmtree(work, ignore_errors=True)
     measured = [trial for trial in trials if trial.seconds is not None]
     if not measured:
         raise InputError(f"{config_path}: no candidate of ppo runs; {trials[0].label}: {trials[0].problem}")
     best = min(measured, key=lambda trial: trial.seconds or 0.0)
+    # `given` and not the resolved overrides: the file keeps references such as `champion:NAME`.
     out.write_text(dump(overridden(config_path, [*given, *best.changes])), encoding="utf-8")
     return Tuned(tuple(trials), best, out)
 
@@ -196,6 +200,7 @@ def _measure(
     except RLHFError as error:
         problem = error.message
     needed = _rounded_up(STEPS, every)
+    # The first steps compile and fill caches. Only whole groups between two syncs are left out and counted.
     counted = [row for _, row in metrics.rows if "timing/step" in row][every : every + needed]
     if len(counted) < needed:
         return Trial(changes, None, {}, problem)
@@ -204,6 +209,7 @@ def _measure(
         seconds = [row.get(f"timing/{name}", 0.0) for row in counted]
         # One step of several has the sync.
         means = [statistics.fmean(seconds[start : start + every]) for start in range(0, needed, every)]
+        # The median, because one step that another program of the machine has slowed down must not decide.
         medians[name] = statistics.median(means)
     return Trial(changes, medians.pop("step"), medians)
 

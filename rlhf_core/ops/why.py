@@ -169,6 +169,7 @@ class _Search:
         except ValidationError:
             return {}
         content = key_content(config, stage, origin.parents, sources_in_key(config, stage, self._sources))
+        # The digests of files are those of now. Only an equal key proves that they were the same then.
         return content if key_of(content) == origin.ref.key else {}
 
     def _named_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,6 +169,7 @@ class Pages:
             step=step,
             responses=responses,
             measures=_measures(responses),
+            # Not escaped, because the digest is that of the text as it is.
             style=Markup(STYLE),
             digest=digest,
         )
@@ -397,6 +398,7 @@ def _is_within_longer(phrase: str, rising: Sequence[str], rises: Mapping[str, fl
     """Return whether a longer phrase contains this one and rose almost as much."""
     inner = f" {phrase} "
     for other in rising:
+        # `rising` is sorted by rise: none of those that follow rose enough.
         if rises[other] < rises[phrase] - _SAME:
             return False
         if len(other) > len(phrase) and inner in f" {other} ":

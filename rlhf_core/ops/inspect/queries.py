@@ -86,6 +86,7 @@ def grid(rollouts: Rollouts, chosen: Filter, x: str, y: str) -> Grid:
 def lowest(bounds: Range) -> float | None:
     """Return the smallest number in a range."""
     low, high = bounds
+    # A range leaves its lower border out, and the filter `min:` takes it in.
     return low if low is None or low == high else math.nextafter(low, math.inf)
 
 
@@ -104,6 +105,7 @@ def _bins(rollouts: Rollouts, name: str, where: str, values: list[Any]) -> list[
     if len(found) <= _BINS:
         return [(row["value"], row["value"]) for row in found]
     low, high = rollouts.one(
+        # The exact quantile keeps all values in memory, and these are only borders of a table.
         f"SELECT approx_quantile({column}, {_TAIL}), approx_quantile({column}, {1 - _TAIL})"
         f" FROM rollouts WHERE {where}",
         values,

@@ -52,9 +52,11 @@ loss holds after the update.
 """
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {
     "memory_limit": "400MB",
+    # DuckDB would otherwise fetch and load code from its server when a query or a file name asks for it.
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
     "allow_community_extensions": "false",
+    # An unknown table name in SQL would otherwise stand for a variable of this process.
     "python_enable_replacements": "false",
 }
 _PARTS = "read_parquet(?, union_by_name = true, hive_partitioning = false)"
@@ -190,6 +192,7 @@ def _exists(table: str, condition: str) -> str:
 
 def whole(name: str, text: str) -> int:
     """Return a number of an address. Raises InputError if it has not one to nine digits."""
+    # Nine digits always fit an INTEGER of the database, and int() also takes signs, blanks and underscores.
     if re.fullmatch("[0-9]{1,9}", text) is None:
         raise InputError(f"{name} must be a number of at most nine digits; got {text[:40]}")
     return int(text)
@@ -235,6 +238,7 @@ class Rollouts:
         self.tokenizers = [Tokenizer.from_file(str(file)) for file in files]
         self._database = duckdb.connect(folder / "rollouts.duckdb", config=_SETTINGS)
         self._database.execute("SET temp_directory = ?", [str(folder)])
+        # To keep the order of the files takes more memory, and each query of a page has an order of its own.
         self._database.execute("SET preserve_insertion_order = false")
         selects, values = [], list[Any]()
         for number, run in enumerate(runs):
@@ -253,6 +257,7 @@ class Rollouts:
                     self._read_labels(number, name, file)
         self._database.execute("SET allowed_paths = ?", [list(map(str, chain.from_iterable(self._parts)))])
         self._database.execute("SET enable_external_access = false")
+        # In this order: no paths can be allowed without external access, and nothing is set after the lock.
         self._database.execute("SET lock_configuration = true")
         self.numbers = self._numbers()
         """Columns with a number for each response, in the order in which they are shown."""
@@ -346,10 +351,12 @@ class Rollouts:
         counts = self.one(f"SELECT {', '.join(f'count({quoted(name)})' for name in names)} FROM rollouts")
         found = [name for name, count in zip(names, counts, strict=True) if count]
         equal = "SELECT bool_and(total IS NOT DISTINCT FROM score) FROM rollouts"
+        # Without penalties both are the same numbers, and a page would have two equal columns and curves.
         if {"total", "score"} <= set(found) and self.one(equal) == (True,):
             found.remove("total")
         rewards = [name for name in found if name.startswith((REWARD, ANNOTATION))]
         own = [name for name in ("score", "total", "kl") if name in found]
+        # All rows of the other kinds have the step 0.
         place = "step" if self.kind == "ppo" else "group"
         return [place, *own, LENGTH, *rewards, *(name for name in found if name not in {*own, *rewards})]
 
@@ -433,6 +440,7 @@ class Rollouts:
         """Decode all responses, from the last step to the first, until `stop` is set."""
         cursor = self._database.cursor()
         for run, part in self._backwards():
+            # A cursor of its own: the INSERT below would replace the result that is read here.
             source = self._database.cursor()
             source.execute(f'SELECT step, "index", response_ids FROM {_PARTS}', [str(part)])
             while rows := source.fetchmany(_DECODED_AT_ONCE):
@@ -453,7 +461,9 @@ class Rollouts:
 
 def _clipped(clip: ClipRange) -> str:
     """Return the SQL of the share of a response's tokens whose ratio is outside a range."""
+    # From 1 on, the clip has no lower end: a ratio is never below 0.
     low = math.log(1 - clip.low) if clip.low < 1 else -math.inf
+    # As text, because SQL has no literal for the negative infinity.
     beyond = f"BETWEEN '{low}'::DOUBLE AND {math.log(1 + clip.high)}"
     if clip.of_response:
         return f"(list_avg(record.new_logprobs) - list_avg(record.old_logprobs) NOT {beyond})::DOUBLE"

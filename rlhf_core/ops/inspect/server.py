@@ -69,6 +69,7 @@ def serve(kinds: Mapping[Kind, Sequence[RecordedRun]], port: int, ready: Callabl
         try:
             uvicorn.Server(config).run(sockets=[bound])
         finally:
+            # Before the temporary folder is deleted, whose database the thread reads and writes.
             stop.set()
             decoder.join(10)
 

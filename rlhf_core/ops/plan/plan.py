@@ -180,6 +180,7 @@ def make_plan(
             config = resolve(config).config
     hardware = _hardware(config, gpus, link, host_memory_gib)
     given = config
+    # The checks and the memory need lengths, which otherwise only the stage `data` knows.
     config = with_assumed_limits(config)
     warnings = _checked(config, model_config, hardware, this_machine=gpus is None)
     unread = None if rows is None else why_unread(given)
@@ -248,17 +249,20 @@ def _checked(
     def read_shape(config: PipelineConfig) -> Iterator[Finding]:
         verdict = compare_memory(config, _shape(config, model_config), hardware)
         misfits.extend(f"does not fit: {problem.text}" for problem in verdict.problems)
+        # `check` takes a generator of findings, and a plan shows what does not fit in its own place.
         yield from ()
 
     try:
         return tuple(check(config, this_machine=this_machine, memory=read_shape))
     except InputError as error:
+        # The same class, which decides the exit code.
         raise type(error)("\n".join([error.message, *misfits])) from error
 
 
 def _shape(config: PipelineConfig, model_config: str | None) -> ModelShape:
     if model_config is None:
         path = config.model.path
+        # A local folder can have the name of a known model, and another shape.
         known = known_shape(path) if path is not None and not Path(path).exists() else None
         return known or base_model_shape(config)
     if Path(model_config).exists():

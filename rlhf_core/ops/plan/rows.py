@@ -81,6 +81,7 @@ def stage_work(
         a_token = steps * seconds[stage] / largest_pass(config, stage).longest
         full = a_token * _length(table, name, "tokens")
         median = a_token * _length(table, name, "p50")
+        # The median is of rows before they are cut or left out, and can be above the limit.
         work.append(StageWork(stage, what, rows, steps, full, min(full, median)))
     if config.ppo.enabled:
         prompts, steps = _training_rows(config, table, "prompts"), config.ppo.steps
@@ -139,14 +140,17 @@ def rows_of_file(file: Path) -> int:
     if suffix == ".parquet":
         import pyarrow.parquet as pq
 
+        # From the footer: the rows can be gigabytes.
         return int(pq.read_metadata(file).num_rows)
     if suffix == ".json":
         with file.open("rb") as stream:
             return sum(1 for _ in read_file(str(file), stream))
     if suffix == ".jsonl.gz":
+        # To the end: the share of a compressed file that was read does not say how many lines follow.
         with gzip.open(file) as unpacked:
             return sum(not line.isspace() for line in unpacked)
     with file.open("rb") as stream:
+        # Binary: a file that is opened as text refuses `tell` while it is iterated over.
         lines = sum(not line.isspace() for line in islice(stream, _COUNTED_LINES))
         # The lines that were not read are taken to be as long as these.
         lines = round(lines * file.stat().st_size / max(1, stream.tell()))

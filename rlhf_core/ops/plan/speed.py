@@ -140,6 +140,7 @@ def group_time(
         scoring += micro_batches * model.size * model.parameters / group.ranks / OFFLOAD_BYTES
     passes = len(group.roles)
     if "reward" in group.roles:
+        # Each model of an ensemble reads all responses.
         passes += config.reward.members - 1
     training = 0.0
     for model in models.values():
@@ -167,6 +168,7 @@ def optimizer_step_time(model: Model, sequences: int, length: int, budget: int, 
     micro_batches = math.ceil(sequences * length / n / budget)
     if n > 1:
         # Reduced after every micro-batch; ZeRO-1 and 2 then gather the weights that each rank has updated.
+        # From ZeRO-2 on a rank keeps its part of the gradients only: a reduce-scatter, and no all-reduce.
         reduced = (2.0 if deepspeed.zero_stage < 2 else 1.0) * micro_batches
         if deepspeed.zero_stage in (1, 2):
             reduced += 1.0
@@ -196,13 +198,16 @@ def sampling_time(config: PipelineConfig, shape: ModelShape, hardware: Hardware,
     capacity = (
         engine_memory(shape, engine, device, config.model.head_dtype).tokens // config.max_sequence_tokens
     )
+    # At least one sequence: a cache that holds none is a problem of memory, which the plan names elsewhere.
     waves = math.ceil(per_engine / max(1, min(engine.max_num_seqs, capacity)))
     concurrent = math.ceil(per_engine / waves)
     limits = config.limits
     prefill = _forward(shape, per_engine, limits.prompt)
     seconds = _computing(prefill, engine.tensor_parallel, hardware, SCORING_MFU)
     seconds += _all_reduces(shape, engine, per_engine * limits.prompt, hardware)
+    # The cache grows by a token in each step, from the prompt to the full length.
     mean_context = limits.prompt + limits.new / 2
+    # The factor 2 is for keys and values. Weights are read once for all sequences of a wave.
     read = shape.parameters * size + concurrent * mean_context * 2 * shape.cached_layers * shape.kv * size
     reading = read / (device.bandwidth * engine.tensor_parallel * DECODE_BANDWIDTH)
     arithmetic = _computing(
@@ -219,6 +224,7 @@ def evaluation_time(config: PipelineConfig, shape: ModelShape, hardware: Hardwar
     """Return the time of the evaluation: each model samples its responses to each prompt, and the models of
     the KL and the reward model read all of them.
     """
+    # The SFT model answers in every evaluation, because all win rates are over it.
     models = 1 + sum(is_enabled(config, policy) for policy in POLICIES)
     responses = models * config.evaluate.prompts * config.evaluate.answers_per_prompt
     return _evaluating(config, shape, hardware, responses, config.evaluate.engines, config.evaluate.ranks)
@@ -232,6 +238,7 @@ def evaluations_during_ppo(config: PipelineConfig, shape: ModelShape, hardware: 
     one = _evaluating(
         config, shape, hardware, ppo.evaluate_prompts, ppo.engine.count, ppo.policy_deepspeed.ranks
     )
+    # One more for the policy before its first step.
     return one * (1 + math.ceil(ppo.steps / ppo.evaluation_interval))
 
 
@@ -290,6 +297,7 @@ def _turn_time(config: PipelineConfig, shape: ModelShape, group: Group) -> float
 
 def _forward(shape: ModelShape, sequences: int, length: int) -> float:
     """Return the operations of a forward pass: two for each weight and token, and causal attention."""
+    # Scores and weighted values take 2 L^2 operations each for a part of a head. Causality leaves half.
     attention = 2.0 * sequences * length**2 * shape.query * shape.cached_layers
     return 2.0 * shape.active_parameters * sequences * length + attention
 
@@ -322,5 +330,6 @@ def _all_reduces(shape: ModelShape, engine: EngineConfig, tokens: float, hardwar
     ways = engine.tensor_parallel
     if ways == 1:
         return 0.0
+    # An all-reduce is a reduce-scatter and a gather, each of which sends these bytes once.
     size = 2.0 * tokens * shape.hidden * dtype_bytes(engine.dtype)
     return (_collective(size, ways, hardware) + ALL_REDUCE) * (2 * shape.layers)

@@ -36,9 +36,12 @@ DATABASE_VARIABLES = ("PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_API_DAT
 LOGIN_PATH = "/rlhf-login"
 """The page that logs a browser in (`flows.application`)."""
 FLOW_SETTINGS = {
+    # The smallest that Prefect accepts; the default is 180 s. Rules about zombie runs wait for several.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "PREFECT_LOGGING_TO_API_BATCH_INTERVAL": "5",  # each batch locks the database
+    # The loggers below are also used outside of flows. By default, Prefect warns of each such record.
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    # Without it, the page of a flow run has the lines of Prefect's own loggers only.
     "PREFECT_LOGGING_EXTRA_LOGGERS": "flows,rlhf_core",
 }
 """Settings of flows whose runs the server of `rlhf up` shows."""
@@ -50,6 +53,7 @@ _AUTH_STRING = re.compile(r"rlhf:[\w-]{20,}")
 def server_command(port: int, log_level: str) -> list[str]:
     """Return the command of a Prefect server with the access checks of `flows.application`."""
     return [
+        # Not `prefect server start`, which has no setting for the checks of Host and Origin (decision 14).
         *python_module("uvicorn"), "--factory", "flows.application:create_app", "--log-level", log_level,
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
@@ -63,10 +67,12 @@ def server_environment(folder: Path, auth: str, port: int) -> dict[str, str]:
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_API_AUTH_STRING": auth,
         "PREFECT_SERVER_API_AUTH_STRING": auth,
+        # The default is `*`: any web page could start flow runs, and so commands (decision 14).
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port}",
         "PREFECT_UI_API_URL": "/api",  # the page's own origin, so that any host name or forwarded port works
         "PREFECT_HOME": str(folder),
         "PREFECT_PROFILES_PATH": str(folder / "none.toml"),  # no such file: profiles of the user do not count
+        # PREFECT_HOME does not move these two: Prefect 3.7 would write to ~/.prefect, which all homes share.
         "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),
         "PREFECT_MEMO_STORE_PATH": str(folder / "memo_store.toml"),
         **dict.fromkeys(DATABASE_VARIABLES, f"sqlite+aiosqlite:///{folder / 'prefect.db'}"),
@@ -151,6 +157,7 @@ class EmbeddedPrefect:
         port = free_port()
         self.auth = new_auth_string()
         os.environ.update(server_environment(self._folder, self.auth, port))
+        # Nobody sees the logs of this server, which has no page, and each batch locks its database.
         os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
         self.url = os.environ["PREFECT_API_URL"]
         # The logging settings of this command hide lines on the terminal. The server's log must have them.
@@ -175,6 +182,7 @@ class EmbeddedPrefect:
         )
         self._server.ensure_running()
         self._stopping = threading.Event()
+        # A daemon: Python waits for all other threads before it calls exit handlers, and so `stop`.
         self._thread = threading.Thread(target=self._keep_running, daemon=True, name="embedded-prefect")
         # Prefect's client registers its exit handler later, when it is imported. Exit handlers run in reverse
         # order, so the client can still reach the server.
@@ -215,6 +223,7 @@ class EmbeddedPrefect:
         """
         process = self._server.process
         deadline = time.monotonic() + START_SECONDS
+        # Prefect answers `/health` without the password.
         while not responds(f"{self.url}/health"):
             ended = process is None or process.poll() is not None
             if ended or time.monotonic() > deadline:

@@ -53,6 +53,7 @@ WORKER_LABEL = "prefect.worker.name"
 """Set by Prefect's worker on each run that it starts."""
 ENGINE_VARIABLE = "PREFECT__FLOW_RUN_ID"
 """Set by Prefect for the process that runs a flow. `executors.spec` removes it for the stages."""
+# Without a limit, a run that always fails would continue for ever (decision 10).
 MAX_LOSSES = 5
 STABLE_SECONDS = 600.0
 """A run that continued for this time resets the count of losses."""
@@ -88,6 +89,7 @@ def count_losses(history: Sequence[tuple[datetime, str]], now: datetime) -> int:
         history: Start time and state type of all states of the run.
         now: The current time.
     """
+    # The order in which the API lists them is not documented.
     states = sorted(history)
     ends = [*(since for since, _ in states[1:]), now]
     losses = 0
@@ -179,6 +181,7 @@ class Reconciler:
             except _REQUEST_ERRORS as error:
                 # Prefect may refuse to change this run only, so the other runs must still be examined.
                 log.warning("flow run %s: %s", run.get("name"), error)
+                # Otherwise each poll, every two seconds, would send what was refused. A 5xx is tried again.
                 if isinstance(error, urllib.error.HTTPError) and error.code < 500:
                     self._missing[run["id"]] = -_POLLS_AFTER_REFUSAL
         for run in commands:
@@ -186,6 +189,7 @@ class Reconciler:
                 self._end_command(run)
             except (*_REQUEST_ERRORS, TypeError) as error:  # TypeError: the label of another release
                 log.debug("flow run %s: %s", run.get("name"), error)
+        # What has ended is forgotten, so that a supervisor that runs for months does not grow.
         found = set(chain.from_iterable(processes.values()))
         self._cancelled = {process: at for process, at in self._cancelled.items() if process in found}
         self._stopped = {process: at for process, at in self._stopped.items() if process in found}
@@ -253,6 +257,7 @@ class Reconciler:
     def _cancel_overtaken(self) -> None:
         """Cancel the late runs of each schedule but the newest one."""
         late = {"type": {"any_": ["SCHEDULED"]}, "name": {"any_": ["Late"]}}
+        # A list, because the parameters are a dict, which no set can have.
         kept: list[tuple[Any, Any]] = []
         for run in self._runs(TAG, late):
             if not run.get("auto_scheduled"):
@@ -267,6 +272,7 @@ class Reconciler:
         """Return the flow runs with a tag in some states, the newest first."""
         body = {
             "flow_runs": {"tags": {"all_": [tag]}, "state": state, **more},
+            # `_cancel_overtaken` keeps the first late run of each schedule, which must be the newest.
             "sort": "EXPECTED_START_TIME_DESC",
             "limit": 50,
         }
@@ -276,6 +282,7 @@ class Reconciler:
     def _end_command(self, run: Mapping[str, Any]) -> None:
         """Set the run of a command to CRASHED if its process was killed."""
         label = (run.get("labels") or {}).get(PROCESS_LABEL)
+        # `is False`: None is a process of another host, about which nothing is known here.
         if label is not None and RecordedProcess(*json.loads(label)).alive() is False:
             message = "its process is gone; the same command continues from the last checkpoint"
             self._set_state(run["id"], "CRASHED", "Crashed", message)

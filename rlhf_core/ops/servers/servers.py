@@ -110,6 +110,7 @@ def up(home: Home, credentials: Callable[[], Mapping[str, str]], *, runs_in_home
     home.servers.mkdir(parents=True, exist_ok=True)
     lock = (home.servers / "up.lock").open("w")  # held until this function returns
     try:
+        # The kernel releases it at the end of the process, also after a kill. The file may stay.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InputError(f"another `rlhf up` starts the servers of {home.path}; wait for it") from None
@@ -122,6 +123,7 @@ def up(home: Home, credentials: Callable[[], Mapping[str, str]], *, runs_in_home
     # Only for their errors, which are then reported before anything starts.
     external_database_url()
     external_mlflow_uri()
+    # For httpx here and for all processes below: a proxy does not reach the loopback address of this machine.
     os.environ.update(past_proxies())
     url = external_prefect_url()
     if url is not None and not prefect_responds(url, credentials):
@@ -133,6 +135,7 @@ def up(home: Home, credentials: Callable[[], Mapping[str, str]], *, runs_in_home
     environment = {**os.environ, **SAFE_PATH, HOME_VARIABLE: str(home.path)}
     if runs_in_home:
         environment[HOME_OF_RUNS] = str(home.path)
+    # No parent-death signal: the servers outlive this command.
     supervisor = launch(
         [*python_module("rlhf_core.ops.servers.supervisor"), str(home.path)],
         environment,
@@ -208,6 +211,7 @@ def _describe_deployments(home: Home, state: ServersState) -> list[str]:
     try:
         flows = {flow["id"]: flow["name"] for flow in post(f"{state.prefect}/flows/filter", {}, auth=auth)}
         found = post(f"{state.prefect}/deployments/filter", {"sort": "NAME_ASC"}, auth=auth)
+    # An error of urllib is an OSError. ValueError: an answer that is no JSON.
     except (OSError, ValueError):
         return ["deployments: Prefect did not answer"]
     lines = []
@@ -348,6 +352,7 @@ def flow_processes(home: Home) -> list[ProcessId]:
 def _processes_of(home: Home) -> list[ProcessId]:
     """Return the processes that `up` started for `home`, and those that they started."""
     found = [process for process, value in processes_with_env(HOME_VARIABLE) if value == str(home.path)]
+    # Typed in a flow run, or in a shell that one has started, this command has the variable as well.
     return [process for process in found if process.pid != os.getpid()]
 
 

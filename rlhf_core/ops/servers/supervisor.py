@@ -114,7 +114,9 @@ class Supervisor:
             HOME_VARIABLE: str(self._home.path),
             "MLFLOW_TRACKING_URI": self.mlflow_url,
             **FLOW_SETTINGS,
+            # The default of Prefect is 10 s, which a run that was lost would wait in addition.
             "PREFECT_WORKER_QUERY_SECONDS": "2",
+            # What a process prints just before it is killed is then in its log.
             "PYTHONUNBUFFERED": "1",
         }
         self.servers: dict[str, SupervisedProcess] = {}
@@ -137,10 +139,14 @@ class Supervisor:
 
     def _mlflow(self, port: int) -> SupervisedProcess:
         command = [
+            # An entry point of this package: MLflow itself accepts requests of every origin on this machine.
             *python_module("mlflow"), "server", "--app-name", "rlhf",
+            # By default, `mlflow server` 3.17 has 15 processes with 2.4 GB. With one worker and no jobs it
+            # has 2 with 0.4 GB.
             "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
             "--backend-store-uri", f"sqlite:///{self._home.mlflow_database}",
             "--default-artifact-root", str(self._home.mlflow_artifacts),
+            # With the port, as in the Host header. Since 3.5, MLflow answers 403 to every other one.
             "--allowed-hosts", f"localhost:{port},127.0.0.1:{port}",
         ]  # fmt: skip
         environment = {
@@ -158,6 +164,7 @@ class Supervisor:
         if self._external_prefect:
             command += ["--limit", "1"]
         log_file = self._home.servers / "worker.log"
+        # Prefect starts flow runs in the group of its worker, and they go on while it is started again.
         return SupervisedProcess("worker", command, self.environment, log_file, owns_group=False)
 
     def run(self) -> None:
@@ -168,6 +175,7 @@ class Supervisor:
             self._start()
             self._write_state("ready")
             ports = {name: server.port for name, server in self.servers.items() if server.port}
+            # Only of servers that were ready: ports of a failed start are chosen anew.
             write_json(self._home.servers_ports, ports)
             log.info("ready: %s", self.api)
             reconciler = None
@@ -187,6 +195,7 @@ class Supervisor:
             with suppress(OSError):  # a full disk must not leave servers behind
                 self._write_state(status, problem)
             self._stop()
+            # Prefect's commands would otherwise ask a server that does not exist any more.
             self._home.prefect_profiles.unlink(missing_ok=True)
 
     def _poll(self, reconciler: Reconciler | None) -> None:
@@ -301,10 +310,12 @@ class Supervisor:
 def main() -> int:
     """Run the supervisor's process: `python -m rlhf_core.ops.servers.supervisor HOME`."""
     handler = logging.StreamHandler()
+    # Messages of requests and commands can contain addresses with passwords.
     handler.setFormatter(ScrubbingFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     supervisor = Supervisor(Home.of(sys.argv[1]))
 
+    # Only a flag: a handler can interrupt any line, such as one that writes the state.
     def on_signal(signum: int, frame: object) -> None:
         supervisor.stopping = True
 
