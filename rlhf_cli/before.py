@@ -306,16 +306,21 @@ def _rehearse(
     place = Path(tempfile.mkdtemp(prefix="rehearsal-")) if folder is None else folder.absolute()
     place.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    found = rehearse(
-        config,
-        overrides,
-        place,
-        [] if checks else [sys.executable, "-m", "rlhf_cli.main", "run"],
-        model=model,
-        gpus=gpus,
-        seconds=seconds,
-        say=lambda text: console.print(f"rehearsing: {text}", markup=False),
-    )
+    try:
+        found = rehearse(
+            config,
+            overrides,
+            place,
+            [] if checks else [sys.executable, "-P", "-m", "rlhf_cli.main", "run"],
+            model=model,
+            gpus=gpus,
+            seconds=seconds,
+            say=lambda text: console.print(f"rehearsing: {text}", markup=False),
+        )
+    except InputError:
+        if folder is None:
+            shutil.rmtree(place)
+        raise
     _show_rehearsal(found, config, "the checks pass" if checks else "would run", console)
     if found.problems:
         console.print(f"files of the rehearsal: {place}", markup=False)

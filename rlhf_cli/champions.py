@@ -225,7 +225,6 @@ def _chat(policy: str, /, *, port: int = 8000, url: str | None = None) -> int:
         port: Port of rlhf serve on this machine.
         url: Another OpenAI-compatible server, such as https://models.example/v1.
     """
-    from rlhf_cli.champions import chat
     from rlhf_core.system.serving import API_KEY
 
     if url:

@@ -10,7 +10,7 @@ Exit codes:
     4       `rlhf rounds`: votes of people are needed; the same command continues
     130     interrupted with Ctrl-C
     129, 143    stopped by SIGHUP or SIGTERM
-    141     the reader of the output, such as `head`, has ended
+    141     the reader of a help text, such as `head`, has ended
 """
 
 from __future__ import annotations

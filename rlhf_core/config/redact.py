@@ -222,7 +222,8 @@ def _encoded(value: str) -> Iterator[str]:
     escaped = quote(data, safe="")
     yield from (value, repr(value)[1:-1], repr(data)[2:-1], json.dumps(value)[1:-1])
     yield from (json.dumps(value, ensure_ascii=False)[1:-1], html.escape(value))
-    yield from (quote(data), escaped, escaped.lower(), escaped.replace("%20", "+"))
+    digits = re.sub("%..", lambda code: code[0].lower(), escaped)
+    yield from (quote(data), escaped, escaped.lower(), digits, escaped.replace("%20", "+"))
     for before in range(3):
         # In base64, the text before the value changes its first and last characters, for example in basic
         # authentication. Characters that have bits of another text or of the padding are left out.

@@ -222,10 +222,15 @@ def _cut(view: View) -> str | None:
 def _length(view: View) -> str | None:
     """Longer is worse, and then better again."""
     texts = [{i: f"{FILLER}\n" * times + view.best[i] for i in view.some[:8]} for times in (0, 1, 4, 16, 64)]
-    means = [statistics.fmean(view.texts(each).values()) for each in texts if each]
+    values = [view.texts(each) for each in texts]
+    # A response that the reward does not score is left out at all lengths.
+    scored = [i for i in texts[0] if all(math.isfinite(each[i]) for each in values)]
+    if not scored:
+        return None
+    means = [statistics.fmean(each[i] for i in scored) for each in values]
     for at in range(1, len(means) - 1):
         if means[at] < min(max(means[:at]), max(means[at + 1 :])) - 0.1 * view.scale:
-            row, series = view.some[0], ", ".join(f"{mean:.3g}" for mean in means)
+            row, series = scored[0], ", ".join(f"{mean:.3g}" for mean in means)
             return _case(view, row, texts[-1][row], f"with more and more text before it {series}")
     return None
 

@@ -194,10 +194,10 @@ class Model:
 
     @property
     def _average(self) -> float:
-        """Bytes of the float32 moving average of the weights; 0 if none is kept."""
+        """Bytes of the float32 moving average of the trained weights; 0 if none is kept."""
         if not self.average:
             return 0.0
-        return 4 * self._model_parameters / self._shards
+        return 4 * self.trainable / self._shards
 
     @property
     def _optimizer(self) -> float:

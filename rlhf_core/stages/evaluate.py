@@ -87,7 +87,6 @@ _ANSWERED = 128
 """Prompts with answers that the tracker gets one by one. It takes tens of milliseconds for each."""
 _NOTABLE = 3
 """Answers that the report shows of each selection."""
-log = logging.getLogger(__name__)
 
 
 def run(config: PipelineConfig, context: StageContext) -> StageResult:

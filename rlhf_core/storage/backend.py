@@ -126,12 +126,14 @@ class LocalFiles:
 
     def delete_prefix(self, prefix: str) -> None:
         path = self._root / prefix
-        with self._errors("delete", prefix), contextlib.suppress(FileNotFoundError):
+        with self._errors("delete", prefix):
             # As in a bucket, where a prefix can be a key itself.
             if path.is_file():
-                path.unlink()
-            else:
-                shutil.rmtree(path)
+                path.unlink(missing_ok=True)
+            # Where another process deletes a file at the same time, `rmtree` ends early.
+            while path.exists():
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(path)
 
     def abort_multipart_uploads(self, prefix: str) -> None:
         """Do nothing: a local file is never uploaded in parts."""

@@ -19,6 +19,7 @@ import errno
 import functools
 import hashlib
 import logging
+import math
 import os
 import time
 import uuid
@@ -99,10 +100,12 @@ class S3Limits:
     small_bytes: int = SMALL_BYTES
     """Size of the largest object that is read into memory."""
     part_bytes: int = 16 * 2**20
-    """Size of the parts in which a large file is uploaded."""
+    """Least size of the parts in which a large file is uploaded."""
 
 
 S3_LIMITS = S3Limits()
+_MOST_PARTS = 10_000
+"""S3 takes no more parts of an object. s3fs only raises the size of parts if none is given."""
 
 
 def s3_endpoint(given: str | None) -> str | None:
@@ -303,7 +306,7 @@ class S3Objects:
         def put() -> None:
             digest = hashlib.sha256()
             try:
-                size = self._limits.part_bytes
+                size = max(self._limits.part_bytes, math.ceil(source.stat().st_size / _MOST_PARTS))
                 self._fs.put_file(str(source), self._path(key), chunksize=size, digest=digest)
             except FileNotFoundError as error:
                 if _code(error) != "NoSuchUpload":

@@ -16,6 +16,7 @@ vLLM's server on other addresses asks for a key below `/v1` and a few other pref
 from __future__ import annotations
 
 import base64
+import http.client
 import ipaddress
 import json
 import os
@@ -174,7 +175,7 @@ def responds(url: str, seconds: float = 2.0) -> bool:
     try:
         with _opener.open(url, timeout=seconds) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError, ValueError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return False
 
 

@@ -33,7 +33,7 @@ from rlhf_core.config.rewards import (
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation import reward_checks as checks
 from rlhf_core.evaluation.reward_checks import check_sources
-from rlhf_core.evaluation.reward_views import ASKED_ROWS, Card, Row, literals_of
+from rlhf_core.evaluation.reward_views import ASKED_ROWS, FILLER, Card, Row, literals_of
 from rlhf_core.rewards.failures import Outcome, groups_of
 from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput
@@ -130,6 +130,18 @@ def test_values_that_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = {row.check: row for row in checked(monkeypatch, by_place).findings}
     assert "in reversed order" in found["batch"].evidence and found["batch"].advice
+
+
+def test_a_text_without_a_value_is_no_step_of_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    def falls(sample: RewardInput) -> float:
+        return right(sample) - 0.4 * min(sample.response.count(FILLER), 2)
+
+    def fails(sample: RewardInput) -> float:
+        is_longest = sample.response.count(FILLER) == 64 and sample.prompt == ROWS[3].prompt.prompt
+        return math.nan if is_longest else falls(sample)
+
+    assert "length" not in scores(monkeypatch, falls)
+    assert "length" not in scores(monkeypatch, fails)
 
 
 def test_accepted_wrong_answers_are_found_with_the_response(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,14 @@ def test_an_average_of_the_weights_is_counted() -> None:
     assert extra == pytest.approx(1.05 * 4 * eight_b().parameters / 2)
 
 
+def test_an_average_of_an_adapter_has_its_size() -> None:
+    def backward(**ppo: Any) -> float:
+        return peak(config(lora={"r": 8}, **ppo), "ppo", "policy", phase="backward")
+
+    adapter = eight_b().adapter_parameters(8, None)
+    assert backward(ema_decay=0.99) - backward() == pytest.approx(1.05 * 4 * adapter / 2)
+
+
 def test_an_engine_on_the_trainers_device_takes_its_share() -> None:
     shared: dict[str, Any] = {"colocate": "all", "engine": {"gpu_memory_utilization": 0.3}}
     both = peak(config(**shared), "ppo", "policy", "8xH100-80G")

@@ -119,6 +119,10 @@ def test_secret_is_removed_in_every_encoding(form: str, secret: str) -> None:
     assert core not in text and HIDDEN in text and text.startswith("403 for <")
 
 
+def test_secret_is_removed_from_a_url_whose_digits_are_in_lower_case() -> None:
+    assert scrubbed("at Pa%2fssWord1x", {"MY_TOKEN": "Pa/ssWord1x"}) == f"at {HIDDEN}"
+
+
 @pytest.mark.parametrize(
     "written", [repr(f"Bearer {CANARY}\n".encode()), f"{CANARY}\n", CANARY, repr(CANARY + "\n")]
 )

@@ -20,7 +20,7 @@ from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data import sources
 from rlhf_core.errors import ConfigError, RLHFError, StoreError, StoreUnavailable
-from rlhf_core.storage.s3 import S3Limits
+from rlhf_core.storage.s3 import S3Limits, S3Objects
 from rlhf_core.storage.store import Store
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -117,6 +117,25 @@ def test_reading_a_small_object_ends_in_time_and_memory(
     with pytest.raises(error, match=words):
         store.read_bytes("a")
     assert time.monotonic() - started < 15
+
+
+def test_a_file_of_any_size_has_at_most_as_many_parts_as_s3_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Client:
+        def put_file(self, source: str, key: str, *, chunksize: int, digest: object) -> None:
+            seen.append(chunksize)
+
+    bucket = S3Objects("bucket", "", None, 1.0)
+    monkeypatch.setitem(vars(bucket), "_fs", Client())
+    for size in (1, 200 * 2**30):
+        with (tmp_path / "x").open("wb") as file:
+            file.truncate(size)
+        bucket.put_file(tmp_path / "x", "a", link=False)
+    assert seen[0] == S3Limits().part_bytes
+    assert 200 * 2**30 / 10_000 <= seen[1] < 2 * S3Limits().part_bytes
 
 
 @pytest.mark.parametrize(

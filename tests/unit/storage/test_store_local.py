@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +117,24 @@ def test_a_stored_object_is_listed_read_and_deleted(store: Store, tmp_path: Path
     assert store.list("a") == ["a/b/x"]
     store.delete_prefix("a")
     assert store.list("a") == [] and store.list("ab") == ["ab/z"]
+
+
+def test_a_file_that_another_process_deletes_does_not_keep_the_rest(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        store.put_bytes(f"a/{number}", b"1")
+    unlink, gone = os.unlink, []
+
+    def race(path: Any, **options: Any) -> None:
+        unlink(path, **options)
+        if not gone:
+            gone.append(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    monkeypatch.setattr(os, "unlink", race)
+    store.delete_prefix("a")
+    assert gone and store.list("a") == []
 
 
 def test_an_object_that_a_listing_lacks_exists_and_has_a_size(store: Store) -> None:
