@@ -146,6 +146,8 @@ def register(
             # Before the alias, so that a retry after a kill in between makes the same decision.
             if decision.tested:
                 test = _spend(mlflow, model, entries, choose)
+                # Decided again: if another process spent this part of
+                # the budget first, the level is lower than it was.
                 decision = _decide(candidate, champion, match, gate, test.level)
             played, evidence = None, None
             if isinstance(match, Match):
@@ -329,6 +331,8 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
         source = f"{LOCAL_STORE}{source}"
     description = _description(candidate)
     run_id = candidate.run_id
+    # A policy that is reused can have been trained under
+    # another tracker, whose run ids this one does not know.
     if not run_id or not mlflow.has_run(run_id):
         run_id = None
     created = mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description)
