@@ -97,6 +97,8 @@ class RetryPolicy:
 def retry_with(retry_policy: RetryPolicy) -> Retrying:
     """Return a caller that repeats a failed call as `retry_policy` allows, after `RETRY_DELAYS`."""
     return Retrying(
+        # Without `stop`, tenacity never ends: the policy does,
+        # which counts failures since the last checkpoint only.
         retry=retry_if_exception(retry_policy.should_retry),
         wait=wait_chain(*map(wait_fixed, RETRY_DELAYS)),
         reraise=True,

@@ -519,6 +519,7 @@ def _markdown_text(text: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a text such as `42.1 s`, `3 min 05 s` or `2 h 07 min`."""
+    # Not 100: the text of 99.96 would be 100.0 s.
     if seconds < 99.5:
         return f"{seconds:.1f} s"
     minutes = round(seconds) // 60
