@@ -184,6 +184,7 @@ def list_files(address: Address, split: str | None = None, most: int = MAX_FILES
         if problem is not None:
             raise DataError(f"{problem}; write the rows to a file and give its path")
         return [path]
+    # Bounded while it lists: a source can be a home folder by mistake, with millions of files.
     entries = list(islice(path.rglob("*"), most + 1))
     if len(entries) > most:
         raise DataError(f"{path} holds over {most} files; give the folder of the data alone")
@@ -488,6 +489,7 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become surrogates here, which the check of the text fields refuses row by row.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    # Without `strict`, a wrong quote is no error, and the lines after it become part of the cell.
     reader = csv.reader(text, strict=True)
     try:
         header = next(reader, [])
@@ -556,6 +558,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 f"{file}: the column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one of"
                 " them"
             )
+        # By rows and not by row groups, into which pyarrow writes up to a million rows.
         for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS):
             for row in batch.to_pylist():
                 number += 1
@@ -578,6 +581,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         raise DataError(
             f"{file}: the rows about {number + 1} do not fit in memory; write smaller row groups"
         ) from error
+    # pyarrow raises OSError for pages that cannot be decompressed or decoded.
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: the parquet file is damaged: {' '.join(str(error).split())[:200]}; copy it again"

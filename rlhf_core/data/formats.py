@@ -328,6 +328,7 @@ def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, 
         value = field_value(row, theirs)
         if value is None:
             continue
+        # `rename: {answer.text: answer}` may replace the object that the value comes from.
         if theirs.split(".")[0] != ours and not is_empty(kept.get(ours)):
             raise RowError(
                 f"the row has {ours!r} already, so {theirs!r} cannot be renamed to it; take it out of"

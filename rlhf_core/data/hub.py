@@ -21,6 +21,7 @@ _TOTAL_SECONDS = 20.0
 """Time limit for the whole request."""
 
 
+# Asked once in a process: with a push between two questions, key and data would be of different commits.
 @cache
 def resolve_revision(
     repo: str, kind: Literal["model", "dataset"], revision: str | None, seconds: float = _TOTAL_SECONDS

@@ -160,6 +160,7 @@ def _mark(source: Source, store: StoreConfig) -> str:
         return "\n".join(marks)
     for file in _list_files(source, kind, store):
         state = Path(file).stat()
+        # The inode as well: a file that replaces another one by a rename can have its size and its time.
         marks.append(f"{file} {state.st_ino} {state.st_size} {state.st_mtime_ns}")
     return "\n".join(marks)
 
@@ -338,6 +339,7 @@ def _objects(
 
     async def find() -> dict[str, Mapping[str, Any]]:
         bucket = _bucket(store)
+        # The coroutines behind the public methods of s3fs, because `run_bounded` can cancel a coroutine.
         if await bucket._isfile(path):
             return {path: await bucket._info(path)}
         found = await bucket._find(path.rstrip("/") + "/", detail=True)

@@ -127,6 +127,8 @@ class Encoder:
         self.eos_id: int = tokenizer.eos_token_id
         self._eos: str = tokenizer.eos_token
         self._backend = tokenizer.backend_tokenizer
+        # A tokenizer.json can have the truncation and padding
+        # of its own training, which would silently cut rows.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._specials = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -500,6 +502,7 @@ class Encoder:
             found.update(self._special_pattern.findall(text))
             used.update(_PRIVATE.findall(text))
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
+        # Sorted: the order of a set of texts differs between processes, and so would the rendered text.
         character_of = {special: next(free) for special in sorted(found)}
         if found:
             plain, functions = _replaced(
@@ -641,6 +644,7 @@ class Encoder:
         return Encoded(tuple(ids), tuple(mask))
 
     def _decode(self, ids: list[int]) -> str:
+        # Not cleaned up: texts are compared here, and cleaning removes blanks before punctuation.
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     # -- the template itself --

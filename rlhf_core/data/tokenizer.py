@@ -201,6 +201,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in specials],
+        # Sorted, because `alphabet` returns another order in
+        # each process, and the ids of the bytes follow it.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if vocab_size >= 512 else ascii_alphabet,
         show_progress=False,
     )
@@ -216,6 +218,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         unk_token=UNK,
         additional_special_tokens=list(_ROLES),
         chat_template=TINY_TEMPLATE,
+        # Otherwise decoding removes blanks before punctuation, so that a text is not what was encoded.
         clean_up_tokenization_spaces=False,
     )
 
@@ -239,6 +242,8 @@ def tokenizer_digest(folder: Path) -> str:
             kept = {field: value for field, value in fields.items() if field not in _OF_LOADING}
             content = json.dumps(kept, sort_keys=True).encode()
         digest.update(content)
+        # Between two files, so that bytes which move from the
+        # end of one to the start of the next change the digest.
         digest.update(b"\x1f")
     return digest.hexdigest()
 
@@ -254,6 +259,7 @@ def require_same_tokens(base: BaseModelAddress, tokenizer: Path) -> None:
     """
     own = load_tokenizer(base.path, base.revision).get_vocab()
     others = load_tokenizer(str(tokenizer)).get_vocab()
+    # In one direction only: further tokens of this model are in no pair and no response.
     if any(own.get(token) != number for token, number in others.items()):
         raise ModelError(
             f"{base.field}: {base.path} has other tokens than the policy; use a model of the same family, or"

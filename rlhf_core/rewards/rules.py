@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
+# `re` has no time limit, no `\p{...}` and no lookbehind of variable length.
 import regex
 
 from rlhf_core.config.rewards import (
