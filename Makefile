@@ -49,9 +49,11 @@ $(BENCHMARK): requirements/benchmark.txt | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(BENCHMARK) --require-hashes --no-deps -r $< \
 	  && touch $(BENCHMARK) || { rm -rf $(BENCHMARK); echo "The test of the benchmark is skipped: its packages cannot be installed."; }
 
-# What a user runs after a clone: one whole pipeline on the real stack, beside the unit tests.
+# What a user runs after a clone: one whole pipeline on the real stack, beside the unit tests. It takes longest, so it
+# begins: by default the files with most tests do.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow" tests/integration/test_pipeline.py tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
+	  tests/integration/test_pipeline.py tests/unit
 
 # All tests but the slow ones and those for GPUs.
 test-all: test test-integration

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # As in the processes of a stage. Tests run two at a time, and spinning threads would stall the other one.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None]:
+    """Collect no garbage while all packages are imported: millions of objects, and all of them stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 _LINES = pytest.StashKey[list[str]]()
@@ -93,10 +104,10 @@ def new_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3_server() -> Iterator[S3Server]:
     """A real S3-compatible server on loopback, with one bucket; child processes reach it through the
-    environment.
+    environment, which the tests of other files do not have.
     """
     import boto3
     from moto.server import ThreadedMotoServer

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
@@ -158,14 +158,28 @@ def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
     the values of all variables whose name indicates a secret, in all common encodings. It is applied to all
     outputs, because error messages of libraries may contain the values that were passed to them.
     """
-    for form in _secret_forms(tuple(environ.items())):
-        if form in text:
-            text = text.replace(form, HIDDEN)
+    [text] = without_secret_values([text], environ)
     text = _URL_USER.sub(rf"\1{HIDDEN}@", text)
     text = _PARAMETER.sub(_hidden_parameter, text)
     for pattern in (_HEADER, _COOKIE, _KEY_HEADER, _ASSIGNED):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return _SECRET_VALUE.sub(HIDDEN, text)
+
+
+def without_secret_values(
+    texts: Sequence[str], environ: Mapping[str, str] = os.environ, *, same_length: bool = False
+) -> list[str]:
+    """Return texts without the values of all variables whose name indicates a secret, in all common
+    encodings. They have their lengths with `same_length`.
+
+    For texts that are data, such as recorded responses: what only looks like a secret, as in program code, is
+    shown.
+    """
+    found = list(texts)
+    for form in _secret_forms(tuple(environ.items())):
+        hidden = "*" * len(form) if same_length else HIDDEN
+        found = [text.replace(form, hidden) for text in found]
+    return found
 
 
 def _hidden_parameter(match: re.Match[str]) -> str:

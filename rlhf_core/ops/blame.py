@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.redact import without_secret_values
 from rlhf_core.data.dataset import load_prompts, open_sft
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import InputError
@@ -106,9 +107,9 @@ def blame(run: FinishedRun, step: int, of: Quantity = "reward") -> Blame:
     responses = []
     for row, share, value in zip(rows, shares.tolist(), values.tolist(), strict=True):
         prompt, ids = prompts[row["prompt_id"]], row["response_ids"]
-        about = (prompt.source, prompt.prompt, decode.response(ids))
+        asked, answered = without_secret_values([prompt.prompt, decode.response(ids)])
         numbers = (share, value, row["score"], row["kl"], len(ids))
-        responses.append(BlamedResponse(row["index"], *numbers, *about))
+        responses.append(BlamedResponse(row["index"], *numbers, prompt.source, asked, answered))
     responses.sort(key=lambda each: -each.share)
     of_prompts = _summed([(each.prompt, each.share) for each in responses])
     rewards = {}
@@ -235,7 +236,7 @@ class LostItem:
     prompt: str
     scores: tuple[float, float]
     """Of the SFT model and of the policy."""
-    responses: tuple[str, str]
+    responses: Sequence[str]
     """Of both."""
 
 
@@ -269,8 +270,8 @@ def lost_items(run: FinishedRun, name: str) -> tuple[list[LostItem], int]:
     for share, (before, after) in zip(shares_of(losses, 0.0).tolist(), pairs, strict=True):
         if share > 0:
             responses = decode(before["response_ids"]), decode(after["response_ids"])
-            scores = before["score"], after["score"]
-            items.append(LostItem(share, texts[after["prompt_id"]], scores, responses))
+            prompt, *shown = without_secret_values([texts[after["prompt_id"]], *responses])
+            items.append(LostItem(share, prompt, (before["score"], after["score"]), tuple(shown)))
     return sorted(items, key=lambda item: -item.share), len(pairs)
 
 
@@ -313,5 +314,5 @@ def trained_rows(run: FinishedRun, stage: TrainedStage, step: int) -> list[Train
                 texts = [decode(row.input_ids)]
             else:
                 texts = [row.prompt, decode.response(row.chosen_ids), decode.response(row.rejected_ids)]
-            found.append(TrainedRow(index, row.source, texts))
+            found.append(TrainedRow(index, row.source, without_secret_values(texts)))
     return found

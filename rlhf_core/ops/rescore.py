@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.load import load_rewards
 from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.config.redact import without_secret_values
 from rlhf_core.config.rewards import AnyReward, ExternalReward, LanguageModelReward, ModelReward, PythonReward
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.tokenizer import load_decoder, load_tokenizer
@@ -213,7 +214,8 @@ class StepScorer:
         rows = _answers(self._folder, self._kind, columns, {step for step, _ in places})
         numbers = list(zip(rows["step"].to_pylist(), rows["index"].to_pylist(), strict=True))
         samples = self._samples(rows.take(list(map(numbers.index, places))))
-        return [sample.response[:_SHOWN_CHARACTERS] for sample in samples]
+        texts = without_secret_values([sample.response for sample in samples])
+        return [text[:_SHOWN_CHARACTERS] for text in texts]
 
     def _samples(self, rows: pa.Table) -> list[RewardInput]:
         samples = []

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +25,8 @@ from rlhf_core.types import ArtifactRef, annotations_folder, artifact_prefix
 KEYS = pa.schema([("kind", pa.string()), ("step", pa.int32()), ("index", pa.int32())])
 """Columns that identify a response."""
 SCORE = pa.field("score", pa.float64())
+LABELS = pa.schema([*KEYS, SCORE, ("label", pa.string()), ("note", pa.string())])
+"""Columns of an annotation with texts, which has no scores if a person wrote it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _WRITER = b"rlhf.writer"
@@ -52,7 +55,7 @@ def annotate(artifacts: ArtifactStore, ref: ArtifactRef, name: str, rows: pa.Tab
     Raises:
         InputError: The name cannot be used, or another writer has used it.
     """
-    former = annotations_of(artifacts, ref).get(check_name(name))
+    former = annotations_of(artifacts, ref, check_name(name)).get(name)
     if former is not None and (by := pq.read_schema(former).metadata[_WRITER].decode()) != writer:
         raise InputError(f"the annotation {name} of {ref.kind}/{ref.key} is of {by}; choose another name")
     # The columns that all annotations have come first, and each file says who wrote it.
@@ -66,13 +69,31 @@ def annotate(artifacts: ArtifactStore, ref: ArtifactRef, name: str, rows: pa.Tab
     return artifacts.store.uri(key)
 
 
-def annotations_of(artifacts: ArtifactStore, ref: ArtifactRef) -> Mapping[str, Path]:
-    """Return a local Parquet file for each annotation of an artifact, by name. Those in a bucket are copied
-    each time.
+def label_response(artifacts: ArtifactStore, ref: ArtifactRef, person: str, said: Mapping[str, Any]) -> Path:
+    """Write what a person says about a response, in place of what this person has said about it before, and
+    return the annotation of this name.
+
+    `said` has `kind`, `step`, `index`, `label` and `note`. If both texts are empty, nothing is left of it.
+    Raises InputError if the name cannot be used, or another writer has used it.
+    """
+    former = annotations_of(artifacts, ref, check_name(person)).get(person)
+    rows = [] if former is None else pq.read_table(former).to_pylist()
+    rows = [row for row in rows if any(row[name] != said[name] for name in KEYS.names)]
+    if said["label"] or said["note"]:
+        rows.append(dict(said))
+    annotate(artifacts, ref, person, pa.Table.from_pylist(rows, LABELS), "a person")
+    return annotations_of(artifacts, ref, person)[person]
+
+
+def annotations_of(artifacts: ArtifactStore, ref: ArtifactRef, name: str | None = None) -> Mapping[str, Path]:
+    """Return a local Parquet file for each annotation of an artifact, or for the one of this name. Those in a
+    bucket are copied each time.
     """
     store, files = artifacts.store, {}
     copies = annotations_copy(artifacts.cache / f"artifacts-{ref.kind}-{ref.key}-{ref.digest[:12]}")
     for key in store.list(_folder(ref)):
+        if name not in (None, PurePosixPath(key).stem):
+            continue
         file = store.local_path(key)
         if file is None:
             file = copies / PurePosixPath(key).name

@@ -39,6 +39,7 @@ from rlhf_core.config.redact import scrubbed
 from rlhf_core.config.yaml import dump
 from rlhf_core.data.sources import pinned
 from rlhf_core.errors import BudgetSpent, InputError, RLHFError, StoreError, Superseded
+from rlhf_core.evaluation.measures import titles_of
 from rlhf_core.executors.child import NextStage
 from rlhf_core.executors.job_files import delete_jobs
 from rlhf_core.executors.spec import StageRecord, StageSpec
@@ -394,6 +395,9 @@ class PipelineRun:
                 except (RLHFError, OSError) as error:
                     log.warning("MLflow's run has no %s: %s", report, error)
         self.tracking.describe(self.parent_run_id, self._description(summary))
+        if "data" in self.records:
+            digest = self.records["data"].ref.digest
+            self.tracking.set_tags(self.parent_run_id, {"rlhf.data": digest[:12]})
         self.tracking.log_results(self.key, metrics)  # last, because `has_results` looks for them
 
     def _description(self, summary: Mapping[str, Any]) -> str:
@@ -494,7 +498,14 @@ def open_run(
 
 def _tags(checked: CheckedConfig) -> dict[str, str]:
     """Return the tags of the MLflow run that say what made it."""
-    tags = {"rlhf.config": checked.path, **checked.reference_tags, **origin_tags(checked.path, versions())}
+    tags = {
+        "rlhf.config": checked.path,
+        "rlhf.algorithm": titles_of(checked.config.ppo.title)[checked.config.register_.policy],
+        "rlhf.base_model": checked.config.model.path or "model.tiny",
+        "rlhf.seed": str(checked.config.run.seed),
+        **checked.reference_tags,
+        **origin_tags(checked.path, versions()),
+    }
     if checked.warnings:
         tags["rlhf.warnings"] = "\n".join(checked.warnings)[:_MAX_TAG_LENGTH]
     return tags

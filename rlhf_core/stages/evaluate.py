@@ -61,6 +61,7 @@ from rlhf_core.evaluation.summary import (
     without_masked,
 )
 from rlhf_core.ppo.watching.guards import in_words
+from rlhf_core.ppo.watching.selection import read_evaluations
 from rlhf_core.record.schema import PREFERENCE, REWARD
 from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import code_digests
@@ -442,17 +443,9 @@ def _figures(history: plots.StepMetrics, distribution: CaptionedFigure) -> list[
 
 def evaluation_figures(config: PipelineConfig, context: StageContext) -> list[CaptionedFigure]:
     """Return the figure of the evaluations during PPO; none if there were no evaluations."""
-    file = context.inputs["ppo"] / "evaluations.jsonl"
-    if not file.is_file():
+    found, best = read_evaluations(context.inputs["ppo"] / "evaluations.jsonl")
+    if not found:
         return []
-    found: dict[int, dict[str, float]] = {}
-    best = None
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        version = int(row.pop("version"))
-        found[version] = row
-        if row.pop("best"):
-            best = version
     limit = config.ppo.publish_kl_limit
     sentences = ["Means over the held-out prompts."]
     if best is not None:

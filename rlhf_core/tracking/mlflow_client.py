@@ -53,7 +53,9 @@ _DATASET_NAME, _DATASET_DIGEST = 500, 36
 
 
 COLUMNS_KEY = "rlhf"
-"""Value of `viewStateShareKey` in the address of a list of runs that has the columns `MAIN_METRICS`."""
+"""Value of `viewStateShareKey` in the address of a list of runs with the columns `MAIN_METRICS` and
+`MAIN_TAGS`.
+"""
 _COLUMNS_TAG = f"mlflow.sharedViewState.{COLUMNS_KEY}"
 MAIN_METRICS = (
     "win_rate",
@@ -71,7 +73,9 @@ MAIN_METRICS = (
     "hours",
 )
 """Metrics of the run of a pipeline."""
-_COLUMN_IDS = [f"metrics.`{name}`" for name in MAIN_METRICS]
+MAIN_TAGS = ("rlhf.algorithm", "rlhf.base_model", "rlhf.data", "rlhf.seed", "rlhf.model_version")
+"""Tags of the run of a pipeline that people compare runs by."""
+_COLUMN_IDS = [f"metrics.`{name}`" for name in MAIN_METRICS] + [f"tags.`{name}`" for name in MAIN_TAGS]
 _COLUMNS = json.dumps({"selectedColumns": _COLUMN_IDS, "columnOrder": _COLUMN_IDS})
 
 

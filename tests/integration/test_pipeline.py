@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -260,7 +261,9 @@ def test_typed_again_every_stage_is_reused_and_nothing_changes(golden: Golden) -
 
     client = MlflowClient(f"sqlite:///{golden.home}/mlflow.db")
     before = client.get_run(golden.summary["mlflow_run_id"])
+    used = _processor_seconds()
     summary, _, seconds = _run(golden.home, f"store.url={golden.url}")
+    used = _processor_seconds() - used
     after = client.get_run(golden.summary["mlflow_run_id"])
     description = before.data.tags["mlflow.note.content"]
     assert description.startswith("# Pipeline finished in ")
@@ -269,8 +272,14 @@ def test_typed_again_every_stage_is_reused_and_nothing_changes(golden: Golden) -
     assert all(stage["reused"] for stage in summary["stages"].values())
     assert summary["weights_sha256"] == golden.summary["weights_sha256"]
     assert summary["mlflow_run_id"] == golden.summary["mlflow_run_id"]
-    # The aim is 20 s on an idle machine; a shared one may be half as fast.
-    assert seconds < 40
+    # The aim is 20 s on an idle machine. Others may use this one, and a processor may be half as fast.
+    assert used < 40 and seconds < 160
+
+
+def _processor_seconds() -> float:
+    """Return the seconds of all processes that were started here and have ended, with their own ones."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def test_samples_of_the_policy_are_the_data_of_a_second_round(golden: Golden) -> None:

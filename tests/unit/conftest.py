@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import shutil
+import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 
 from rlhf_core.engines.distributed import Rank
 from rlhf_core.system import heartbeat
+from rlhf_core.tracking import database as databases
 from tests.support.file_systems import without_hard_links
 from tests.support.rank_threads import RankThreads
 
@@ -22,6 +27,13 @@ from tests.support.rank_threads import RankThreads
 os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
 
 OnTwoRanks = Callable[[Callable[[Any], Any]], Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Collections leave out what the files before have imported: millions of objects, a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +71,27 @@ def no_sampler_left() -> Iterator[None]:
     assert "SystemMetricsMonitor" not in names, "the test has to call `finish` of its stage run"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def migrated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make each database of MLflow a copy of one, because its migrations take seconds."""
+    first = tmp_path_factory.mktemp("migrated") / "mlflow.db"
+    create = databases._create
+
+    def copy(file: Path, artifacts: str) -> None:
+        if not first.exists():
+            create(first, "file:///artifacts")
+        shutil.copy(first, file)
+        with closing(sqlite3.connect(file)) as made, made:
+            made.execute("UPDATE experiments SET artifact_location = ? || '/0'", (artifacts,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(databases, "_create", copy)
+        yield
+
+
 @pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database of MLflow. Its migrations take seconds, so that all tests of the registry share it."""
+    """A database of MLflow, which all tests of the registry share."""
     return tmp_path_factory.mktemp("mlflow") / "mlflow.db"
 
 

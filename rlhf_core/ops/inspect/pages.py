@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 from urllib.parse import urlencode
 
@@ -24,6 +24,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 from tokenizers.decoders import DecodeStream
 
+from rlhf_core.config.redact import without_secret_values
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.report import environment
 from rlhf_core.ops.finished_run import Kind
@@ -37,7 +38,7 @@ _SAMPLE = 1000
 """Responses of each group whose phrases are counted."""
 _EDGE = 10
 """The first and the last of this many equal parts of the steps are compared."""
-_FILTER = ("min:", "max:", "run", "prompt", "source", "excluded", "guard", "model", "text")
+_FILTER = ("min:", "max:", "run", "prompt", "source", "excluded", "guard", "model", "label", "person", "text")
 """Begin the names of parameters of a filter."""
 _ANSWERS = {"responses": "Answers", "scores": "One score against another"}
 _ROLLOUTS = {"steps": "Steps", "responses": "Responses", "phrases": "Phrases", "scores": _ANSWERS["scores"]}
@@ -97,6 +98,11 @@ class Pages:
         keys = [_key(query.get(name, "")) for name in ("of", "beside") if name == "of" or query.get(name)]
         responses = self._opened(keys)
         return self._render("response", query, responses=responses, measures=_measures(responses))
+
+    def label(self, form: Mapping[str, str]) -> None:
+        """Keep the label and the note of a form. Raises InputError as `Rollouts.label`."""
+        said = [form.get(name, "").strip() for name in ("by", "label", "note")]
+        self.rollouts.label(_key(form.get("response", "")), *said)
 
     def phrases(self, query: Mapping[str, str]) -> str:
         """Return the phrases that became more frequent.
@@ -192,7 +198,7 @@ class Pages:
 
     def _opened(self, keys: Sequence[Key]) -> list[Row]:
         """Return responses with their texts and tokens."""
-        found = self.rollouts.tokens(key for key in keys if key.run < len(self.rollouts.runs))
+        found = self.rollouts.tokens(keys)
         responses = []
         for key in keys:
             if key not in found:
@@ -201,7 +207,7 @@ class Pages:
             [prompt] = self.rollouts.decode(key.run, [row["prompt_ids"]])
             fields = {name: value for name, value in row.items() if not isinstance(value, list)}
             tokens = tokens_of(row, self.rollouts.tokenizers[key.run])
-            responses.append({"key": key, "prompt": prompt, "fields": fields, "tokens": tokens})
+            responses.append(row | {"key": key, "prompt": prompt, "fields": fields, "tokens": tokens})
         return responses
 
     def _render(self, page: str, query: Mapping[str, str], **values: Any) -> str:
@@ -448,6 +454,10 @@ def tokens_of(row: Mapping[str, Any], tokenizer: Any) -> Tokens:
     """Return the tokens of a response, from its row of the record and the tokenizer of its policy."""
     stream = DecodeStream(skip_special_tokens=False)
     pieces = [stream.step(tokenizer, token) or "" for token in row["response_ids"]]
+    # A secret has several tokens.
+    [shown] = without_secret_values(["".join(pieces)], same_length=True)
+    ends = accumulate(map(len, pieces))
+    pieces = [shown[end - len(piece) : end] for piece, end in zip(pieces, ends, strict=True)]
     measures = []
     old, ref = row.get("old_logprobs"), row.get("ref_logprobs")
     if (logprobs := old or row.get("rollout_logprobs")) is not None:

@@ -2,6 +2,7 @@
 
     Parquet parts --> `rollouts`  one row for each response: what has one value, length, gap, annotations
                   --> `texts`     decoded responses to search in, filled by a thread (`decode_all`)
+    annotations   --> `labels`    the texts of those that have some
 
 Tokens and what has a value for each token stay in the parts and are read when a response is shown. The
 database is a file in a temporary folder. After it is filled it can read the parts and no other file, and none
@@ -11,7 +12,6 @@ of its settings can be changed. Values of users are bound as parameters; names o
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import threading
@@ -23,17 +23,22 @@ from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.ppo_sections import ClippedWeightLoss, SequenceLoss
+from rlhf_core.config.redact import without_secret_values
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import STAGE_OF_KIND, FinishedRun, Kind
 from rlhf_core.ops.first_difference import Recording
 from rlhf_core.ppo.watching.guards import raised_guards
-from rlhf_core.record.annotations import annotations_of
+from rlhf_core.ppo.watching.selection import read_evaluations
+from rlhf_core.record.annotations import LABELS, annotations_of, label_response
 from rlhf_core.record.reader import RECORD, parts_of
 from rlhf_core.record.schema import REWARD, WEIGHTED
+from rlhf_core.storage.artifacts import ArtifactStore
+from rlhf_core.types import ArtifactRef
 
 ANNOTATION = "annotation/"
 """Begins the name of the column with the scores of an annotation."""
@@ -96,6 +101,8 @@ class RecordedRun:
     """None: the policy's loss has none that is known."""
     tokenizer: Path | None = None
     """`tokenizer.json` of its tokens; None: that of `policy` in the folder."""
+    artifact: tuple[ArtifactStore, ArtifactRef] | None = None
+    """Where labels are kept; None: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,10 @@ class Filter:
     model: str = ""
     """What answered, in kinds with several models."""
     prompt_set: str = ""
+    label: str = ""
+    """A label that a response has, or `any`."""
+    person: str = ""
+    """Name of the annotation with a label."""
     text: str = ""
     """Part of the response. Upper and lower case are alike, and so is white space of any length."""
 
@@ -129,7 +140,7 @@ class Filter:
         for name in bounded(query, numbers):
             limits[name] = _number(query, f"min:{name}"), _number(query, f"max:{name}")
         run = query.get("run")
-        names = ("prompt", "source", "excluded", "guard", "model", "prompt_set", "text")
+        names = ("prompt", "source", "excluded", "guard", "model", "prompt_set", "label", "person", "text")
         others = {name: query.get(name, "") for name in names}
         return cls(limits, whole("run", run) if run else None, **others)
 
@@ -141,17 +152,15 @@ class Filter:
                 if limit is not None:
                     parts.append(f"{quoted(name)} {sign} ?")
                     values.append(limit)
-        if self.run is not None:
-            parts.append("run = ?")
-            values.append(self.run)
         equal = {
+            "run": self.run,
             "prompt_id": self.prompt,
             "source": self.source,
             "model": self.model,
             "prompt_set": self.prompt_set,
         }
         for column, value in equal.items():
-            if value:
+            if value not in (None, ""):
                 parts.append(f"{column} = ?")
                 values.append(value)
         if self.excluded in ("yes", "no"):
@@ -164,13 +173,19 @@ class Filter:
         elif self.guard:
             parts.append("list_contains(raised, ?)")
             values.append(self.guard)
+        if self.label or self.person:
+            parts.append(_exists("labels", "? IN ('', 'any', other.label) AND ? IN ('', other.person)"))
+            values += [self.label, self.person]
         if self.text:
-            parts.append(
-                'EXISTS (FROM texts t WHERE (t.run, t.step, t."index") = (rollouts.run, rollouts.step,'
-                ' rollouts."index") AND contains(t.text, ?))'
-            )
+            parts.append(_exists("texts", "contains(other.text, ?)"))
             values.append(_searched(self.text))
         return " AND ".join(parts), values
+
+
+def _exists(table: str, condition: str) -> str:
+    """Return the SQL of whether another table has a row of the same response that meets a condition."""
+    same = '(other.run, other.step, other."index") = (rollouts.run, rollouts.step, rollouts."index")'
+    return f"EXISTS (FROM {table} other WHERE {same} AND {condition})"
 
 
 def whole(name: str, text: str) -> int:
@@ -209,16 +224,13 @@ class Rollouts:
     Args:
         runs: The runs. The number of a run is its place.
         folder: An empty folder for the database.
-        kind: The kind of the rollouts.
-
-    Raises:
-        InputError: A run has no record.
+        kind: The kind of the rollouts, which both have (`recorded_runs`).
     """
 
     def __init__(self, runs: Sequence[RecordedRun], folder: Path, kind: Kind = "ppo") -> None:
         self.runs = tuple(runs)
         self.kind: Kind = kind
-        self._parts = list(map(_parts, runs))
+        self._parts = [parts_of(run.folder / RECORD) for run in runs]
         files = [run.tokenizer or run.folder / "policy" / "tokenizer.json" for run in runs]
         self.tokenizers = [Tokenizer.from_file(str(file)) for file in files]
         self._database = duckdb.connect(folder / "rollouts.duckdb", config=_SETTINGS)
@@ -230,11 +242,16 @@ class Rollouts:
             selects.append(select)
             values += parameters
         self._database.execute(f"CREATE TABLE rollouts AS {' UNION ALL BY NAME '.join(selects)}", values)
-        self._database.execute(
-            'CREATE TABLE texts (run INTEGER, step INTEGER, "index" INTEGER, text VARCHAR)'
-        )
-        every = list(map(str, chain.from_iterable(self._parts)))
-        self._database.execute("SET allowed_paths = ?", [every])
+        place = 'run INTEGER, step INTEGER, "index" INTEGER'
+        self._database.execute(f"CREATE TABLE texts ({place}, text VARCHAR)")
+        self._database.execute(f"CREATE TABLE labels ({place}, person VARCHAR, label VARCHAR, note VARCHAR)")
+        self.person = ""
+        """Who labelled a response last."""
+        for number, run in enumerate(runs):
+            for name, file in run.annotations.items():
+                if set(LABELS.names) <= set(pq.read_schema(file).names):
+                    self._read_labels(number, name, file)
+        self._database.execute("SET allowed_paths = ?", [list(map(str, chain.from_iterable(self._parts)))])
         self._database.execute("SET enable_external_access = false")
         self._database.execute("SET lock_configuration = true")
         self.numbers = self._numbers()
@@ -242,7 +259,7 @@ class Rollouts:
         self.count, self.first_step, self.last_step = self.one(
             "SELECT count(*), min(step), max(step) FROM rollouts"
         )
-        self.choices = {name: self._distinct(name) for name in ("source", "model", "prompt_set")}
+        self.choices = {name: self.distinct(name) for name in ("source", "model", "prompt_set")}
         """Values of these columns."""
         self.guards = sorted({name for run in runs for names in run.guards.values() for name in names})
         """Names of the guards that any step raised."""
@@ -254,8 +271,9 @@ class Rollouts:
         """Whether a run has a clip range and no log-probabilities after the update (`record.level`)."""
         return CLIPPED not in self.numbers and any(run.clip for run in self.runs)
 
-    def _distinct(self, name: str) -> list[str]:
-        rows = self.rows(f"SELECT DISTINCT {name} AS v FROM rollouts WHERE {name} IS NOT NULL ORDER BY v")
+    def distinct(self, name: str, table: str = "rollouts") -> list[str]:
+        """Return the texts in a column that are not empty."""
+        rows = self.rows(f"SELECT DISTINCT {name} AS v FROM {table} WHERE {name} <> '' ORDER BY v")
         return [str(row["v"]) for row in rows]
 
     @property
@@ -298,6 +316,28 @@ class Rollouts:
             )
             files.append(str(file))
         return f"SELECT {', '.join(shown)} FROM {_PARTS} record {' '.join(joins)}", [*values, parts, *files]
+
+    def _read_labels(self, number: int, person: str, file: Path) -> None:
+        """Take the labels of an annotation, in place of what was read before."""
+        cursor = self._database.cursor()
+        cursor.register("given", pq.read_table(file))
+        cursor.execute("DELETE FROM labels WHERE run = ? AND person = ?", [number, person])
+        cursor.execute(
+            'INSERT INTO labels SELECT ?, step, "index", ?, label, note FROM given WHERE label IS NOT NULL',
+            [number, person],
+        )
+
+    def label(self, key: Key, person: str, label: str, note: str) -> None:
+        """Keep what a person says about a response, in place of what it was before (`label_response`). One
+        thread may call this at a time.
+
+        Raises InputError if there is no such response, or if the name cannot be used.
+        """
+        if key not in self.tokens([key], ["kind"]) or (artifact := self.runs[key.run].artifact) is None:
+            raise InputError(f"there is no response {key.index} of step {key.step} in a store")
+        said = {"kind": self.kind, "step": key.step, "index": key.index, "label": label, "note": note}
+        self._read_labels(key.run, person, label_response(*artifact, person, said))
+        self.person = person
 
     def _numbers(self) -> list[str]:
         columns = self._database.execute("DESCRIBE rollouts").fetchall()
@@ -348,38 +388,40 @@ class Rollouts:
         return count, self.with_texts(rows)
 
     def with_texts(self, rows: list[Row]) -> list[Row]:
-        """Return the rows with `prompt` and `text`, decoded."""
+        """Return the rows with `prompt` and `text`, decoded, and `labels`."""
         keys = [Key(row["run"], row["step"], row["index"]) for row in rows]
         tokens = self.tokens(keys, ["prompt_ids", "response_ids"])
         for row, key in zip(rows, keys, strict=True):
             found = tokens[key]
+            row["labels"] = found["labels"]
             row["prompt"], row["text"] = self.decode(key.run, [found["prompt_ids"], found["response_ids"]])
         return rows
 
     def decode(self, run: int, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """Return texts without special tokens."""
+        """Return texts without special tokens and without secrets that this process knows."""
         # Unlike `decode`, it releases Python's lock.
-        texts: list[str] = self.tokenizers[run].decode_batch(list(tokens), skip_special_tokens=True)
-        return texts
+        return without_secret_values(
+            self.tokenizers[run].decode_batch(list(tokens), skip_special_tokens=True)
+        )
 
     def tokens(self, keys: Iterable[Key], columns: Collection[str] = ("*",)) -> dict[Key, Row]:
-        """Return columns of the record, by default all of them, for some responses."""
+        """Return columns of the record, by default all of them, for some responses, and their `labels`."""
         found: dict[Key, Row] = {}
-        for (run, part), group in groupby(sorted(keys), lambda key: (key.run, self._part(key))):
+        these = '(step, "index") IN (SELECT unnest(?), unnest(?))'
+        known = sorted(key for key in keys if key.run < len(self.runs))
+        for (run, part), group in groupby(known, lambda key: (key.run, self._part(key))):
             wanted = list(group)
+            places = [[key.step for key in wanted], [key.index for key in wanted]]
             rows = self.rows(
                 f'SELECT step, "index", {", ".join(columns)} FROM {_PARTS}'
-                " WHERE step BETWEEN ? AND ?"
-                ' AND (step, "index") IN (SELECT unnest(?), unnest(?))',
-                [
-                    str(part),
-                    wanted[0].step,
-                    wanted[-1].step,
-                    [key.step for key in wanted],
-                    [key.index for key in wanted],
-                ],
+                f" WHERE step BETWEEN ? AND ? AND {these}",
+                [str(part), wanted[0].step, wanted[-1].step, *places],
             )
-            found |= {Key(run, row["step"], row["index"]): row for row in rows}
+            found |= {Key(run, row["step"], row["index"]): {**row, "labels": []} for row in rows}
+            labels = self.rows(f"FROM labels WHERE run = ? AND {these} ORDER BY person", [run, *places])
+            for said in labels:
+                if (key := Key(run, said["step"], said["index"])) in found:
+                    found[key]["labels"].append(said)
         return found
 
     def _part(self, key: Key) -> Path:
@@ -429,13 +471,6 @@ def _without_nan(column: str) -> str:
     return f"CASE WHEN NOT isnan({column}) THEN {column} END"
 
 
-def _parts(run: RecordedRun) -> list[Path]:
-    parts = parts_of(run.folder / RECORD)
-    if not parts:
-        raise InputError(f"{run.name} has no recorded rollouts (record.level was none); name another run")
-    return parts
-
-
 def quoted(name: str) -> str:
     """Return the name of a column for SQL."""
     return '"' + name.replace('"', '""') + '"'
@@ -464,19 +499,15 @@ def _has(run: FinishedRun, kind: Kind) -> bool:
 
 def _recorded(run: FinishedRun, kind: Kind) -> RecordedRun:
     stage = STAGE_OF_KIND[kind]
-    folder, annotations = run.recorded(stage), annotations_of(*run.artifact(stage))
+    artifact = run.artifact(stage)
+    folder, annotations = run.recorded(stage), annotations_of(*artifact)
     if kind != "ppo":
         tokenizer = run.data() / "tokenizer" / "tokenizer.json"
-        return RecordedRun(run.name, folder, annotations, tokenizer=tokenizer)
+        return RecordedRun(run.name, folder, annotations, tokenizer=tokenizer, artifact=artifact)
     ppo = run.config("ppo").ppo
-    evaluations = {}
-    file = folder / "evaluations.jsonl"
-    if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            evaluations[int(row.pop("version"))] = row
+    evaluations, _ = read_evaluations(folder / "evaluations.jsonl")
     guards = raised_guards(ppo, Recording(folder, run.name).metrics, evaluations)
-    return RecordedRun(run.name, folder, annotations, guards, clip_range(ppo))
+    return RecordedRun(run.name, folder, annotations, guards, clip_range(ppo), artifact=artifact)
 
 
 def clip_range(ppo: PPOConfig) -> ClipRange | None:

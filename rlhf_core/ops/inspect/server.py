@@ -1,6 +1,7 @@
 """`rlhf inspect`: serves the pages on loopback until it is interrupted.
 
-    GET /{token}/{kind}/{page} --> Host, Origin (`OwnAddressOnly`) --> token --> `Pages` --> HTML
+    GET /{token}/{kind}/{page}  --> Host, Origin (`OwnAddressOnly`) --> token --> `Pages` --> HTML
+    POST: a label of a response --> the same checks --> an annotation --> the page again
 
 Every address contains a random token, which the printed link has: other users of the machine do not know it.
 The pages have no scripts, load nothing but their style, and no other page can embed them.
@@ -8,11 +9,13 @@ The pages have no scripts, load nothing but their style, and no other page can e
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_urlsafe
+from urllib.parse import parse_qsl
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,7 +24,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
-from rlhf_core.errors import InputError
+from rlhf_core.errors import RLHFError
 from rlhf_core.ops.finished_run import Kind
 from rlhf_core.ops.inspect.pages import STYLE, Pages
 from rlhf_core.ops.inspect.rollouts import RecordedRun, Rollouts
@@ -31,7 +34,7 @@ from rlhf_core.system.serving import OwnAddressOnly, bind
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; form-action 'self'; base-uri 'none';"
     " frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # with none, browsers hide the origin of a form from us as well
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
@@ -46,7 +49,7 @@ def serve(kinds: Mapping[Kind, Sequence[RecordedRun]], port: int, ready: Callabl
         ready: Called with the address of the first page when the server listens.
 
     Raises:
-        InputError: A run has no record, or the port cannot be used.
+        ConfigError: The port cannot be used.
     """
     token = token_urlsafe(16)
     stop = threading.Event()
@@ -101,16 +104,21 @@ def make_app(opened: Mapping[Kind, Rollouts], token: str) -> ASGIApp:
     def style(request: Request) -> Response:
         return Response(STYLE, media_type="text/css", headers=_HEADERS)
 
-    def page(request: Request) -> Response:
+    async def page(request: Request) -> Response:
         of_kind, name = pages.get(request.path_params["kind"]), request.path_params["page"]
         if of_kind is None or name not in (*of_kind.names, "response"):
             return _html(first_pages.problem("there is no such page"), 404)
         try:
-            return _html(getattr(of_kind, name)(request.query_params), 200)
-        except InputError as error:
+            if request.method == "POST":
+                form = parse_qsl((await request.body()).decode(errors="replace"))
+                of_kind.label(dict(form))  # in this thread: one label after another
+                return RedirectResponse(f"{request.url.path}?{request.url.query}", 303, headers=_HEADERS)
+            return _html(await asyncio.to_thread(getattr(of_kind, name), request.query_params), 200)
+        except RLHFError as error:
             return _html(of_kind.problem(error.message), 400)
 
-    routes: list[BaseRoute] = [Route("/", first), Route("/style.css", style), Route("/{kind}/{page}", page)]
+    every = Route("/{kind}/{page}", page, methods=["GET", "POST"])
+    routes: list[BaseRoute] = [Route("/", first), Route("/style.css", style), every]
     return OwnAddressOnly(Starlette(routes=[Mount(root, routes=routes)]))
 
 

@@ -17,6 +17,7 @@ Version 0, the SFT model, is evaluated for comparison and is no candidate.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,3 +176,17 @@ class Selection:
     def write_columns(self, path: Path) -> None:
         """Write one line for each evaluation: the version, and each measure as a list over the prompts."""
         write_jsonl(path, [{"version": version, **columns} for version, columns in self._columns.items()])
+
+
+def read_evaluations(path: Path) -> tuple[dict[int, dict[str, float]], int | None]:
+    """Return the metrics by version in a file of `Selection.write`, and the best version. A file that is
+    missing has none.
+    """
+    found, best = dict[int, dict[str, float]](), None
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for row in map(json.loads, lines):
+        version = int(row.pop("version"))
+        found[version] = row
+        if row.pop("best"):
+            best = version
+    return found, best

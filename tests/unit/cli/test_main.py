@@ -31,6 +31,7 @@ from tests.support.users import as_unprivileged_user
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = "deployments/configs/demo.yaml"
+FEW_ROWS = "data.synthetic={sft_examples: 100, pairs: 100, prompts: 100}"
 HEAVY = ("prefect", "torch", "ray", "mlflow", "vllm", "deepspeed", "transformers")
 
 
@@ -256,7 +257,7 @@ def test_ctrl_c_during_the_imports_of_a_command_prints_one_line() -> None:
 
 
 def test_plan_ends_with_code_0_if_its_output_pipe_is_closed() -> None:
-    command = [sys.executable, "-m", "rlhf_cli.main", "plan", DEMO, "run.device=cpu"]
+    command = [sys.executable, "-m", "rlhf_cli.main", "plan", DEMO, "run.device=cpu", FEW_ROWS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as plan:
         assert plan.stdout is not None and plan.stderr is not None
         plan.stdout.close()

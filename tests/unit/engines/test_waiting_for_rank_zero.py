@@ -46,13 +46,14 @@ def arrive(name: str) -> float:
 
 
 def test_others_wait_without_a_limit_until_rank_zero_arrives(ranks: RankThreads) -> None:
-    assert ranks.start(0, arrive, "first").result(10) <= time.monotonic()
-    assert ranks.start(1, arrive, "first").result(10)
+    assert ranks.start(0, arrive, "first").result(60) <= time.monotonic()
+    assert ranks.start(1, arrive, "first").result(60)
     other = ranks.start(1, arrive, "second")
     time.sleep(3 * LIMIT)
     assert not other.done()
-    arrived = ranks.start(0, arrive, "second").result(10)
-    assert other.result(10) >= arrived - 0.1
+    before = time.monotonic()
+    ranks.start(0, arrive, "second").result(60)
+    assert other.result(60) >= before
 
 
 def test_end_of_rank_zero_ends_the_wait(ranks: RankThreads) -> None:
@@ -60,4 +61,4 @@ def test_end_of_rank_zero_ends_the_wait(ranks: RankThreads) -> None:
     time.sleep(LIMIT)
     ranks.leave(0)
     with pytest.raises(RuntimeError):
-        other.result(10)
+        other.result(60)

@@ -17,7 +17,6 @@
   attempt; without a level nothing is recorded, and nothing else changes
 """
 
-import gc
 import json
 import math
 import re
@@ -33,6 +32,7 @@ import pytest
 from rlhf_core.data.dataset import load_prompts, write
 from rlhf_core.data.synthetic import gold_reward
 from rlhf_core.errors import ConfigError, DataError, GateFailed
+from rlhf_core.evaluation import plots
 from rlhf_core.evaluation.statistics import length_controlled, wilson
 from rlhf_core.record.reader import RECORD, read_rollouts
 from rlhf_core.stages import evaluate
@@ -71,15 +71,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Each measure collects garbage at its end. The modules that are imported do not take part."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def context(models: Path, tmp_path: Path) -> StageContext:
     inputs = {name: tmp_path / name for name in ("data", "sft", "reward", "ppo")}
@@ -94,6 +85,13 @@ def context(models: Path, tmp_path: Path) -> StageContext:
     (inputs["data"] / "data_card.md").write_text("# Data\n\nTwo **sets**\n")
     lineage = Lineage({"sft": ArtifactRef("sft", "0" * 16, "d" * 64, "uri")})
     return stage_context(tmp_path, inputs=inputs, lineage=lineage)
+
+
+@pytest.fixture
+def figures_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing, which takes most of the time of an evaluation. Tests of what a page does not say draw."""
+    monkeypatch.setattr(plots, "to_png", lambda _figure: b"")
+    monkeypatch.setattr(plots, "to_image", lambda _figure: plots.Image(1.0, 1.0, "", ()))
 
 
 @pytest.fixture
@@ -170,6 +168,7 @@ def test_files_metrics_and_tracker_agree_with_the_scores(scripted: Any, context:
     assert "d" * 64 in document and "<strong>sets</strong>" in document
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_both_models_are_compared_with_chosen_answers(scripted: Any, context: StageContext) -> None:
     """The pair's prompts are a held-out one and one that only the pair has."""
     evaluate.run(config_of(), context)
@@ -199,6 +198,7 @@ def test_both_models_are_compared_with_chosen_answers(scripted: Any, context: St
 
 
 @pytest.mark.parametrize(("pattern", "fell"), [(".*dull[.]", True), (".*voice[.]", False)])
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_regression_sets_are_in_report_metrics_and_facts(
     pattern: str, fell: bool, scripted: Any, context: StageContext, tmp_path: Path
 ) -> None:
@@ -216,6 +216,7 @@ def test_regression_sets_are_in_report_metrics_and_facts(
     assert (context.output / "regression" / "words" / "prompts_eval.parquet").is_file()
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_related_prompts_and_several_answers_count_once(
     scripted: Any, context: StageContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +250,7 @@ def test_related_prompts_and_several_answers_count_once(
     assert "3 groups of 6 held-out prompts" in (context.output / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_the_record_has_every_answer_with_the_numbers_of_the_evaluation(
     scripted: Any, engines: list[ScriptedEngine], context: StageContext, tmp_path: Path
 ) -> None:
@@ -336,6 +338,7 @@ def test_an_interrupted_attempt_does_not_change_the_record(
         assert (without / file).read_bytes() == other, file
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext) -> None:
     scripted(PROMPTS, ("a.jsonl", "org/b"))
     result = evaluate.run(config_of(), context)
@@ -353,6 +356,7 @@ def test_each_measure_is_reported_by_source(scripted: Any, context: StageContext
 
 
 @pytest.mark.parametrize("known", [0, 2])
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_failures_of_a_source_with_weight_0_exclude_no_prompt(
     scripted: Any, context: StageContext, tmp_path: Path, known: int
 ) -> None:
@@ -373,6 +377,7 @@ def test_failures_of_a_source_with_weight_0_exclude_no_prompt(
     assert ["rule/watched" in row["scores"]["ppo"] for row in rows] == [i < known for i in range(4)]
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_exchanged_prompts_lower_the_gold_reward(scripted: Any, context: StageContext) -> None:
     result = evaluate.run(config_of([{"type": "model"}, {"type": "gold", "weight": 0}]), context)
     found = read(context)
@@ -385,6 +390,7 @@ def test_exchanged_prompts_lower_the_gold_reward(scripted: Any, context: StageCo
     assert found["rules"] == {}
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_batch_normalised_rules_use_one_batch_for_both_models(scripted: Any, context: StageContext) -> None:
     evaluate.run(
         config_of([{"type": "well_formed", "normalize": "batch"}], evaluate={"prompts": 4, "judge": "rules"}),
@@ -397,6 +403,7 @@ def test_batch_normalised_rules_use_one_batch_for_both_models(scripted: Any, con
     assert table(read(context))["win_rate"]["mean"] == 1.0
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_masked_prompts_are_left_out_for_both_models(
     scripted: Any, context: StageContext, tmp_path: Path
 ) -> None:
@@ -421,6 +428,7 @@ def test_masked_prompts_are_left_out_for_both_models(
     assert [row["prompt_id"] for row in rows] == ["p0", "p1", "p3", "p4"]
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_reward_model_decides_without_a_gold_reward(scripted: Any, context: StageContext) -> None:
     scripted(OTHER_PROMPTS)
     evaluate.run(config_of(), context)
@@ -430,6 +438,7 @@ def test_reward_model_decides_without_a_gold_reward(scripted: Any, context: Stag
     assert means == pytest.approx({"sft": SCORES["dull."], "ppo": SCORES["voice."]}, rel=1e-4)
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_rules_decide_without_a_reward_model(scripted: Any, context: StageContext) -> None:
     scripted(OTHER_PROMPTS)
     without = replace(context, inputs={k: v for k, v in context.inputs.items() if k != "reward"})
@@ -463,6 +472,7 @@ def test_missing_held_out_prompts_are_an_error(scripted: Any, context: StageCont
     ("ranks", "number", "changes_classes"),
     [(1, 1, False), (2, 1, False), (1, 2, False), (1, 1, True)],
 )
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_ranks_and_engines_share_one_connection_to_ray(
     ranks: int,
     number: int,
@@ -511,6 +521,7 @@ def test_caption_mentions_overoptimisation_only_with_a_gold_reward(
     assert "this run does not know" not in document, "the task has a true reward"
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_the_second_reward_model_judges(scripted: Any, context: StageContext, tmp_path: Path) -> None:
     """It prefers what the reward model does not."""
     assert context.lineage is not None
@@ -538,6 +549,7 @@ def test_the_second_reward_model_judges(scripted: Any, context: StageContext, tm
 
 
 @pytest.mark.parametrize("respond", [prefer_longer, prefer_first])
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_a_language_model_is_measured_first_and_then_decides(
     scripted: Any, engines: list[ScriptedEngine], context: StageContext, tmp_path: Path, respond: Respond
 ) -> None:
@@ -578,6 +590,7 @@ def test_a_language_model_is_measured_first_and_then_decides(
     assert "the language model big-judge" in document and "preferred in both orders" in document
 
 
+@pytest.mark.usefixtures("figures_are_left_out")
 def test_the_policy_of_dpo_is_a_third_column(scripted: Any, context: StageContext, tmp_path: Path) -> None:
     scripted(PROMPTS, ("a.jsonl", "b.jsonl"))
     three = replace(context, inputs={**context.inputs, "dpo": tmp_path / "dpo"})

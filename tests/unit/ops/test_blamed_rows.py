@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.main import main
-from rlhf_core.config import PipelineConfig
+from rlhf_core.config import PipelineConfig, redact
 from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.dataset import write
 from rlhf_core.data.tokenizer import train_tokenizer
@@ -94,6 +94,15 @@ def test_lost_items_are_ranked_by_their_share(run: FinishedRun, capsys: pytest.C
     assert main([*command, "--step", "3"]) == 2
     with pytest.raises(InputError, match="got plants; it has animals"):
         lost_items(run, "plants")
+
+
+def test_a_secret_in_a_prompt_or_row_is_not_shown(run: FinishedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    [row] = trained_rows(run, "sft", 3)
+    monkeypatch.setattr(redact, "_SHORTEST_SECRET", 3)
+    monkeypatch.setenv("MY_TOKEN", "about a fox")
+    monkeypatch.setenv("MY_KEY", row.texts[0])
+    assert lost_items(run, "animals")[0][0].prompt == "(hidden)"
+    assert trained_rows(run, "sft", 3)[0].texts == ["(hidden)"]
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])

@@ -317,7 +317,7 @@ def test_other_names_are_not_known() -> None:
 
 
 def test_the_command_shows_settings_that_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", str(PRODUCTION), "--gpus", "2x8xH100-80G", "--link", "8x400gbit"]
+    command = ["plan", str(PRODUCTION), "--gpus", "2x4xH100-80G", "--link", "8x400gbit"]
     command += ["--host-memory", "2000", "model.path=Qwen/Qwen2.5-14B"]
     assert main(command) == 2
     printed = capsys.readouterr().out
@@ -327,7 +327,7 @@ def test_the_command_shows_settings_that_can_be_pasted(capsys: pytest.CaptureFix
     assert main([*command, *pasted, "--json"]) == 0
     known = json.loads(capsys.readouterr().out)
     assert known["hardware"] == {
-        "count": 16, "device": "H100-80G", "hosts": 2, "network": {"adapters": 8, "rate": 5e10}
+        "count": 8, "device": "H100-80G", "hosts": 2, "network": {"adapters": 8, "rate": 5e10}
     }  # fmt: skip
     assert known["step_seconds"]["ppo"] == pytest.approx(sum(known["ppo_step_seconds"].values()))
     for stage, fastest in known["fastest"].items():

@@ -2,11 +2,14 @@
 
 - every page answers only with the token, to a loopback host, and without scripts
 - responses are escaped, and invisible characters are replaced
+- a secret of the environment is shown on no page and found by no search
 - filters, orders and searches choose the right responses; a column that does not exist is refused, and so
   are numbers that no record has
 - the guards that a step raised, and the share of clipped tokens, are columns and filters; a record without
   log-probabilities after the update says that it lacks them
 - the answers of an evaluation are shown by prompt and by model, also of a run without PPO
+- what a person says about a response is an annotation: shown, a filter, replaced and removed by the same
+  person only, and there when the run is opened again; pages of other origins cannot write it
 - a folder `step=9` in the path of a record is no value of a column
 - ranges are named only where they have a value
 - NaN is no value, columns without values are left out, a missing level has no gap
@@ -68,6 +71,7 @@ from rlhf_core.ops.inspect.rollouts import (
 )
 from rlhf_core.ops.inspect.server import export, make_app
 from rlhf_core.pipeline import StageName
+from rlhf_core.record.annotations import LABELS, annotate, annotations_of
 from rlhf_core.record.schema import schema_of
 from rlhf_core.record.writer import AnswerRecord, RecordWriter
 from rlhf_core.run.local_context import stage_context
@@ -174,6 +178,27 @@ def test_a_hostile_response_is_shown_as_text(client: TestClient) -> None:
     shown = client.get("/secret/ppo/responses", params={"text": "<script>"}).text
     assert "1 to 2 of 2" in shown
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; \N{REPLACEMENT CHARACTER} gnp.exe" in shown
+
+
+def test_a_secret_that_the_process_knows_is_shown_nowhere(
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [RecordedRun("one", record)]
+    shown = []
+    for place, value in enumerate(("", PHRASE)):
+        monkeypatch.setenv("MY_TOKEN", value)
+        (folder := tmp_path / str(place)).mkdir()
+        rollouts = Rollouts(runs, folder)
+        rollouts.decode_all(threading.Event())
+        export(runs[0], 4, file := folder / "step.html")
+        pages = Pages(rollouts, "")
+        found = [pages.responses({}), pages.response({"of": "0,4,0"}), pages.phrases({}), file.read_text()]
+        texts = [re.sub("<[^>]*>", "", each) for each in found]
+        shown.append([PHRASE in each for each in texts])
+        assert ("3 of 3" in pages.responses({"text": PHRASE})) == (not value)
+        if value:
+            assert "kind (hidden)" in texts[0] and "*" * len(PHRASE) in texts[1]
+    assert shown == [[True] * 4, [False] * 4]
 
 
 def test_filters_and_orders_choose_responses(both: Rollouts) -> None:
@@ -455,6 +480,67 @@ def run(record: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_label_of_a_person_is_an_annotation_and_a_filter(run: Path, tmp_path: Path) -> None:
+    found = find_run("small", str(run))
+
+    def opened(name: str) -> TestClient:
+        (tmp_path / name).mkdir()
+        rollouts = Rollouts(recorded_runs([found])["ppo"], tmp_path / name)
+        return TestClient(make_app({"ppo": rollouts}, "secret"), base_url="http://127.0.0.1:80")
+
+    def rows(name: str) -> list[dict[str, object]]:
+        file = annotations_of(*found.artifact("ppo"), name)[name]
+        rows: list[dict[str, object]] = pq.read_table(file).to_pylist()
+        return rows
+
+    web, page = opened("one"), "/secret/ppo/response?of=0,4,1&text=dog"
+    assert "Labelled by" not in web.get("/secret/ppo/responses").text
+    for by, label, note in (("ann", "hack", "calms"), ("bob", "fine", ""), ("ann", "<b>hack", "calms down")):
+        form = {"response": "0,4,1", "by": by, "label": label, "note": note}
+        answer = web.post(page, data=form, headers={"origin": "http://127.0.0.1"}, follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (303, page)
+    shown = web.get(page).text
+    assert "ann: <b>&lt;b&gt;hack</b> calms down" in shown and "bob: <b>fine</b>" in shown
+    assert '<input name="by" value="ann"' in shown and 'value="&lt;b&gt;hack" list="labels"' in shown
+    response = {"kind": "ppo", "step": 4, "index": 1, "score": None}
+    assert rows("ann") == [{**response, "label": "<b>hack", "note": "calms down"}]
+    assert rows("bob") == [{**response, "label": "fine", "note": ""}]
+
+    web.post(page, data={"response": "0,1,0", "by": "ann", "label": "fine"})
+    further = [
+        ("ppo", 3, 0, 0.5, "odd", None),
+        ("ppo", 3, 1, 0.5, None, None),
+        ("ppo", 9, 9, 0.5, "gone", ""),
+    ]
+    table = pa.Table.from_pylist([dict(zip(LABELS.names, row, strict=True)) for row in further], LABELS)
+    annotate(*found.artifact("ppo"), "script", table, "script.py")
+    web = opened("two")
+    assert "script: <b>odd</b> <" in web.get("/secret/ppo/response?of=0,3,0").text
+    assert "script" not in web.get("/secret/ppo/response?of=0,3,1").text.partition("<article>")[2]
+    assert web.get("/secret/ppo/response?of=0,9,9").status_code == 400
+    for query, count in {
+        "label=any&person=ann": 2, "label=any": 3,
+        "label=fine": 2, "label=%3Cb%3Ehack": 1, "person=bob": 1, "person=ann&label=fine": 1,
+        "person=bob&label=%3Cb%3Ehack": 0,
+    }.items():  # fmt: skip
+        text = web.get(f"/secret/ppo/responses?{query}").text
+        assert (f"1 to {count} of {count}" in text) == (count > 0), query
+    assert web.get("/secret/ppo/responses?label=fine").text.count("ann: <b>fine</b>") == 1
+    web.post(page, data={"response": "0,4,1", "by": "ann"})
+    assert [row["step"] for row in rows("ann")] == [1] and len(rows("bob")) == 1
+    assert "hack" not in web.get("/secret/ppo/responses").text
+
+    scores = pa.table({name: [1] for name in ("kind", "step", "index", "score")})
+    annotate(*found.artifact("ppo"), "gold", scores, "x")
+    for wrong in ({"by": "gold"}, {"by": ""}, {"by": "../ann"}, {"response": "0,9,9"}, {"response": "7,1,0"}):
+        refused = web.post(page, data={"response": "0,4,1", "by": "ann", "label": "hack"} | wrong)
+        assert refused.status_code == 400 and 'role="alert"' in refused.text, wrong
+    for origin in ("http://evil.example", "null"):
+        assert web.post(page, data={"by": "ann"}, headers={"origin": origin}).status_code == 403
+    assert web.post("/ppo/response", data={"by": "ann"}).status_code == 404
+    assert web.post("/secret/match/response", data={"by": "ann"}).status_code == 404
+
+
 def test_a_run_without_ppo_shows_the_answers_of_its_evaluation_by_prompt(
     record: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -524,9 +610,11 @@ def test_the_command_prints_a_link_and_ends_with_ctrl_c(run: Path) -> None:
     assert answer.status_code == 200 and "Means by step" in answer.text
 
 
-def test_a_run_without_a_record_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no recorded rollouts"):
-        Rollouts([RecordedRun("one", tmp_path)], tmp_path)
+def test_a_run_without_a_record_is_an_input_error(record: Path, tmp_path: Path) -> None:
+    shutil.copytree(record, tmp_path / "ppo", ignore=shutil.ignore_patterns("record"))
+    _publish(tmp_path, "bare", {"ppo": tmp_path / "ppo"})
+    with pytest.raises(InputError, match="bare has no recorded rollouts"):
+        recorded_runs([find_run("bare", str(tmp_path))])
 
 
 def test_the_newest_run_is_the_one_that_finished_last(tmp_path: Path) -> None:

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from rlhf_cli.main import main
+from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
+from rlhf_core.ops.plan import plan as plans
 from rlhf_core.ops.plan.plan import make_plan
 from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.ops.plan.speed import StepTime, optimizer_step_time, step_time
@@ -32,6 +35,29 @@ from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, MISTRAL_7B
 from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 TOYS = Hardware(8, Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def searched_once() -> Iterator[None]:
+    """Plans of the same settings share the search for faster ones, which takes most of their time."""
+    found: dict[Any, Any] = {}
+    search = plans.fastest_settings
+
+    def search_once(config: PipelineConfig, *others: Any) -> Any:
+        key = (config.model_dump_json(), *others)
+        if key not in found:
+            found[key] = search(config, *others)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "fastest_settings", search_once)
+        yield
+
+
+@pytest.fixture
+def nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the search for faster settings, for tests of what is said about the given ones."""
+    monkeypatch.setattr(plans, "fastest_settings", lambda *_: {})
 
 
 # -- batches --
@@ -271,7 +297,8 @@ def test_large_changes_are_found_where_no_small_change_makes_it_fit() -> None:
 def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["plan", str(CONFIGS / "demo.yaml"), "ppo.kl.estimator=k3"]
+    rows = "data.synthetic={sft_examples: 100, pairs: 100, prompts: 100}"
+    command = ["plan", str(CONFIGS / "demo.yaml"), rows, "ppo.kl.estimator=k3"]
     main(command)
     assert capsys.readouterr().out.startswith("warning: ppo.kl.estimator: k3 in the reward")
     main([*command, "--json"])
@@ -323,6 +350,7 @@ def test_on_the_cpu_the_demo_is_judged_by_the_memory_of_the_machine(
     assert "MiB for each process" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("nothing_is_searched")
 def test_memory_is_shown_by_process_only_if_it_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(CONFIGS / "production.yaml"), "--model-config", str(LLAMA_8B), "--gpus"]
     assert main([*command, "8xH200-141G"]) == 0
@@ -334,6 +362,7 @@ def test_memory_is_shown_by_process_only_if_it_is_tight(capsys: pytest.CaptureFi
     assert "GiB on each device" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("nothing_is_searched")
 def test_a_source_that_is_not_on_this_machine_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(CONFIGS / "production.yaml"), "--gpus", "8xH200-141G"]
     assert main([*command, "--model-config", str(LLAMA_8B), "--json"]) == 0
@@ -366,6 +395,7 @@ SIX_CARDS = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("nothing_is_searched")
 @pytest.mark.parametrize(
     ("half", "changes", "gib", "fits"),
     [

@@ -84,26 +84,27 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it, and nothing is written after it."""
 
 
-def test_a_kill_before_any_operation_leaves_no_artifact_without_files(
-    store: ScriptedStore, runs: OldRuns, tmp_path: Path
-) -> None:
-    count = count_calls(tmp_path, remote=not store.is_local)
+@pytest.mark.parametrize("remote", [False, True], ids=["folder", "bucket"])
+def test_a_kill_before_any_operation_leaves_no_artifact_without_files(tmp_path: Path, remote: bool) -> None:
+    count = count_calls(tmp_path, remote)
     assert count > 8
     for number in range(1, count + 1):
-        made = runs.run(f"run {number}")
-        name = ArtifactName("sft", made["sft"].key)
-        artifact, observed = the_artifact(store, name)
+        # A store of its own: each look verifies all that there is.
+        store = ScriptedStore(tmp_path / f"store {number}", remote=remote)
+        runs = OldRuns(store, tmp_path / f"work {number}")
+        made = runs.run("old")
+        artifact, observed = the_artifact(store)
         is_dead = _kill_at(store, number)
         with pytest.raises(Killed):
             remove(store, artifact, observed, HOME)
         assert is_dead()
         store.reset()
         # Every artifact that has a manifest is fetched and verified.
-        assert names(made) - runs.present() in (set(), {name}), number
+        assert names(made) - runs.present() in (set(), {SFT}), number
         remove_all(store)
-        assert name not in runs.present()
-        assert not store.list(f"artifacts/sft/{name.key}"), number
-        assert names(made) - runs.present() == {name}
+        assert SFT not in runs.present()
+        assert not store.list(f"artifacts/sft/{SFT.key}"), number
+        assert names(made) - runs.present() == {SFT}
 
 
 def _kill_at(store: ScriptedStore, number: int) -> Callable[[], bool]:

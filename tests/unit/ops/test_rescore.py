@@ -151,6 +151,19 @@ def test_the_gold_reward_is_that_of_the_run_bit_for_bit(run: FinishedRun, tmp_pa
     assert not list((run.file.parent / "rescore").iterdir())
 
 
+def test_a_secret_in_a_response_is_scored_and_not_shown(
+    run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, "rewards: [{type: length, target: 2, tolerance: 2}]")
+    before, scores = rescore(run, file), annotation(run)["score"]
+    assert any("kind and warm" in row["text"] for row in before.comparison.disagreements)
+    monkeypatch.setenv("MY_TOKEN", "kind and warm")
+    texts = [row["text"] for row in rescore(run, file).comparison.disagreements]
+    assert any("The fox is (hidden)." in text for text in texts)
+    assert not any("kind and warm" in text for text in texts)
+    assert annotation(run)["score"] == scores
+
+
 def test_a_reward_model_reads_the_tokens_and_one_with_another_tokenizer_the_text(
     run: FinishedRun, tmp_path: Path
 ) -> None:

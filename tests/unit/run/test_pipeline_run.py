@@ -379,6 +379,8 @@ def test_warnings_are_logged_and_tagged(
         run.tag_message("guard.loops", "step 4: guard loops: 30 %")
         raise RuntimeError("asked enough")
     tags = tags_of(run)
+    about = {"rlhf.algorithm": "PPO", "rlhf.base_model": "model.tiny", "rlhf.seed": "0"}
+    assert about.items() <= tags.items()
     assert "ppo.kl.estimator: k3 in the reward" in tags["rlhf.warnings"]
     assert "ppo.kl.estimator: k3 in the reward" in caplog.text
     assert tags["rlhf.guard.loops"] == "step 4: guard loops: 30 %"
@@ -464,6 +466,8 @@ def test_a_shorter_command_keeps_the_summary_of_a_longer_one(tmp_path: Path, dat
 def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
     tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kept_tags: dict[str, str] = {}
+
     def after(until: StageName = "evaluate") -> tuple[str, dict[str, float], list[str]]:
         """Return description, metrics and files of the run in MLflow after a command."""
         report = tmp_path / "report.html"
@@ -477,6 +481,7 @@ def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
         client = MlflowClient(run.tracking.uri)
         files = [file.path for file in client.list_artifacts(run.parent_run_id)]
         data = client.get_run(run.parent_run_id).data
+        kept_tags.update(data.tags)
         return data.tags["mlflow.note.content"], data.metrics, files
 
     # A run in MLflow of its own: the other tests share theirs.
@@ -490,6 +495,7 @@ def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
     assert "Reused:" not in text
     again, kept, _ = after("data")
     assert again.startswith(f"{text}\n\n**Reused:** last on ") and kept == metrics
+    assert kept_tags["rlhf.data"] == "digest-data"
 
 
 def test_files_that_are_only_shown_end_no_run(

@@ -26,7 +26,15 @@ import pytest
 
 from rlhf_cli import main as cli
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.redact import HIDDEN, ScrubbingFormatter, has_credentials, is_secret, scrubbed, shown
+from rlhf_core.config.redact import (
+    HIDDEN,
+    ScrubbingFormatter,
+    has_credentials,
+    is_secret,
+    scrubbed,
+    shown,
+    without_secret_values,
+)
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.executors.child import run_child
 from rlhf_core.executors.spec import StageSpec, stage_environment
@@ -50,6 +58,13 @@ def test_value_of_a_secret_variable_is_removed(name: str) -> None:
     text = scrubbed(f"403: the key {CANARY!r} is not known ({CANARY})", {name: CANARY})
     assert text == "403: the key '(hidden)' is not known ((hidden))"
     assert is_secret(name, CANARY)
+
+
+def test_data_is_shown_without_known_values_and_with_what_only_looks_secret() -> None:
+    code = 'password = "hunter22"'
+    assert without_secret_values([code, f"a {CANARY}."], {"HF_TOKEN": CANARY}) == [code, "a (hidden)."]
+    [masked] = without_secret_values([f"a {CANARY}."], {"HF_TOKEN": CANARY}, same_length=True)
+    assert masked == f"a {'*' * len(CANARY)}."
 
 
 LESS_COMMON = (

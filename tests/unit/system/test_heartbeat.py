@@ -81,7 +81,7 @@ def _shown(folder: Path, name: str, behaviour: str) -> bool:
     return file.exists() and file.stat().st_size > 0
 
 
-def wait_until(true: Callable[[], object], seconds: float = 15.0) -> None:
+def wait_until(true: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "did not happen"

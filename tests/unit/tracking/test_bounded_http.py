@@ -168,7 +168,7 @@ def test_retry_after_is_not_waited_for(
     started = time.monotonic()
     with pytest.raises(Exception, match="too many"):
         mlflow.ping()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # and not 3600
 
 
 def test_an_answer_that_does_not_end_is_not_kept_in_memory(

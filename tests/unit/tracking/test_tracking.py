@@ -507,6 +507,7 @@ def test_the_list_of_runs_has_the_columns_of_the_main_metrics(tracking: Tracking
     )
     columns = json.loads(client.get_experiment(identity).tags["mlflow.sharedViewState.rlhf"])
     assert columns["selectedColumns"][:2] == ["metrics.`win_rate`", "metrics.`win_rate_low`"]
+    assert {"tags.`rlhf.algorithm`", "tags.`rlhf.data`"} <= set(columns["selectedColumns"])
 
 
 def test_the_data_artifact_is_an_input_of_the_run_once(tracking: Tracking, database: Path) -> None:
