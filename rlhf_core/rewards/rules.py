@@ -25,7 +25,6 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
-# `re` has no time limit, no `\p{...}` and no lookbehind of variable length.
 import regex
 
 from rlhf_core.config.rewards import (
@@ -54,6 +53,7 @@ MATCH_SECONDS = 1.0
 
 _CLOSERS = "\"'”’»)]}*_"
 _OPENERS = "\"'“‘«([{*_¿¡"
+# `regex` and not `re`, which has no time limit, no `\p{...}` and no lookbehind of variable length.
 _FULL_STOP = regex.compile(r"[\p{Sentence_Terminal}…]|[\u0e00-\u0eff]")
 """Thai and Lao sentences end without a mark."""
 _LETTER = rf"[^\W{WITHOUT_BLANKS}]"
