@@ -118,6 +118,7 @@ def _run_with_fence(
         inputs={str(name): ref for name, ref in spec.inputs.items()},
         pipeline=pipeline,
     )
+    # From this event on, the flow ends the MLflow run if this process is killed.
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
     # This value stays if SystemExit, the request to stop, ends the body.

@@ -574,6 +574,7 @@ def attempt(call: Callable[[], _T]) -> Future[_T]:
 
     Errors are of any kind: MLflow raises those of four libraries, and none may stop a pipeline.
     """
+    # A Future keeps a result or an error. `result` raises the error with its own traceback.
     done: Future[_T] = Future()
     try:
         done.set_result(call())

@@ -126,6 +126,7 @@ def register(
         champion = mlflow.by_alias(model, CHAMPION)
     while champion is None or champion.version != version.version:
         with registry_errors(mlflow, action):
+            # Before the match, which takes as long as an evaluation.
             revoked = _revoked(mlflow, model, version)
         match = None
         if not revoked:
@@ -141,6 +142,8 @@ def register(
             choose = partial(
                 _next_test, version.version, candidate.evaluation, match, opponent, gate, clock()
             )
+            # Asked again: a person can have rolled the version
+            # back, or deleted the champion, during the match.
             refusal = _revoked(mlflow, model, version) or _champion_is_missing(entries, champion)
             decision = refusal or _decide(candidate, champion, match, gate, choose(entries.tests).level)
             # Before the alias, so that a retry after a kill in between makes the same decision.

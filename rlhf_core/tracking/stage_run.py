@@ -90,6 +90,8 @@ class Spool:
     def add(self, metrics: Mapping[str, float], step: int) -> None:
         """Write metrics of one step to the file."""
         line = json.dumps({"step": step, "metrics": dict(metrics)})
+        # Opened for each line: a handle that stays open would
+        # follow the file into the folder of a later attempt.
         with self._points.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         for name, value in metrics.items():
