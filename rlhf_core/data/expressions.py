@@ -81,6 +81,7 @@ class _Comparer:
         # Sets of symbols must have the same order in each run.
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"}
         command = [*python_module("rlhf_core.data.expressions"), str(theirs.fileno())]
+        # `makefile` has a reference of its own: the socket closes with the channel, and not here.
         with theirs, ours:
             self._process = launch(command, os.environ | own, pass_fds=(theirs.fileno(),))
             self._channel = ours.makefile("rw", encoding="utf-8")

@@ -388,6 +388,7 @@ class Encoder:
         that are not declared special are recognised in any text.
         """
         forms = tuple((each["role"], *sorted(key for key in each if each[key])) for each in messages)
+        # With tools, the skeleton has the functions of its own row, so it is not kept for others.
         is_plain = tools is None and not any("tool_calls" in message for message in messages)
         marks = self._skeletons.get((forms, kind)) if is_plain else None
         if marks is None:

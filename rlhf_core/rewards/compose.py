@@ -125,6 +125,7 @@ class RewardBatch:
 
     def take(self, rows: Sequence[int]) -> RewardBatch:
         """Return the scores of these responses, without the usage."""
+        # The usage is that of the requests for all responses: no part of it belongs to some of them.
         return RewardBatch(
             [self.total[row] for row in rows],
             {name: [values[row] for row in rows] for name, values in self.by_source.items()},

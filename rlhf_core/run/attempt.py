@@ -77,6 +77,7 @@ def run_attempt(spec: StageSpec, events: Events, stop: StopRequest | None = None
     # as well, and `rlhf prune` keeps what a claim names.
     inputs.update(map(str, artifacts_named(spec.config.model_dump(mode="json"))))
     fence = acquire(store, spec.key, spec.stage, inputs=inputs)
+    # From now on, also while inputs are fetched: other hosts take over after about 30 s without a renewal.
     with renewed(fence):
         # Another run can have made it since the flow looked for it: this process may have been in a queue, or
         # have waited for the fence.

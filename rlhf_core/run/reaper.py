@@ -44,6 +44,7 @@ _STOPPING_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# The kernel keeps a blocked SIGCHLD for `sigtimedwait`, although it drops one that is not blocked by default.
 _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
 
@@ -82,6 +83,7 @@ def fork_reaper(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
     # If the reaper died before the line above, the kernel sends no signal.
     if os.getppid() != reaper:
         os._exit(128 + signal.SIGKILL)
+    # The stage has inherited the mask, with which no request to stop would reach it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
 

@@ -163,6 +163,7 @@ def get_or_run_stage(
                 if event["event"] == "warning" and kind in event:
                     run.tag_message(f"{kind}.{event[kind]}", event["message"])
             prepare_next(run, stage, event)
+            # Before the display and the handler: an error there must not undo that a checkpoint was made.
             retry_policy.on_event(event)
             display.event(stage, event)
             if on_event is not None:
