@@ -340,6 +340,8 @@ def content_mismatch(suffix: str, head: bytes) -> str | None:
         return "the file is empty (0 rows); give a file with rows"
     if start.startswith(LFS_POINTER):
         return "this is a Git LFS pointer, not the data; run `git lfs pull`"
+    # S3 servers answer errors in XML, and other servers in
+    # HTML, which downloads store under the name of the file.
     if start.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "this is a web page or XML, not data; download the file again"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -509,6 +511,7 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         except StopIteration:
             return
         except csv.Error as error:
+            # `csv.Error` has no code, so that only its text tells the end of the file from a wrong quote.
             if str(error) == "unexpected end of data":
                 raise DataError(
                     f"{file}:{line}: a quote that opens in this row is never closed, so the"

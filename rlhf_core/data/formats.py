@@ -446,6 +446,7 @@ def _shared_prompt(
     """Return the common first messages of `chosen` and `rejected`, and the two answers."""
     chosen, rejected = (_conversation(row, name, thoughts) for name in ("chosen", "rejected"))
     shared = 0
+    # The last message of the shorter one is its answer, also if the other conversation goes on with it.
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     prompt = chosen[:shared]

@@ -50,6 +50,7 @@ def fetch_model(repo: str, revision: str | None) -> None:
     """
     from huggingface_hub import snapshot_download
 
+    # With README.md, which names the licence: the card of a published policy repeats it.
     with _optional(f"model {repo}: not fetched"):
         # Weights in other formats than safetensors are never loaded.
         snapshot_download(

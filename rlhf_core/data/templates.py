@@ -150,6 +150,7 @@ class Encoder:
         text = chat_template(tokenizer) or ""
         fields = [name for name in _THOUGHT_FIELDS if re.search(rf"[.'\"]{name}\b", text)]
         self._thought_field = fields[0] if fields else None
+        # Made here: a cache of the class would keep each encoder and its prompts until the process ends.
         self._prompt_ids = lru_cache(known_prompts)(self._new_prompt_ids)
         self._last_prompt: tuple[list[dict[str, Any]], list[Any] | None, str] = ([], None, "")
         self._not_rendered: Sequence[str] | None = None
@@ -271,6 +272,7 @@ class Encoder:
         borders = [start for (start, _), (at, _) in zip(spans, moved, strict=True) if _spans(tokens, at)]
         if borders:
             apart = self._begin(self._pieces(text, restore, template_specials=True, borders=borders))
+            # Only if the text stays the same: some tokenizers put a blank before each piece.
             if self._decode(apart.ids) == self._decode(tokens.ids):
                 tokens = apart
         kind: Literal["last", "whole"] = "last" if last_only else "whole"
@@ -668,6 +670,7 @@ class Encoder:
                 self.name, DATE.strftime("%d %b %Y"),
             )  # fmt: skip
         ask, answer = Message("user", "Is it late?"), Message("assistant", "It is noon.")
+        # Two turns, because a template can render an earlier answer otherwise than the last one.
         plain = [{"role": m.role, "content": m.content} for m in (ask, answer, ask, answer)]
         if not ends_within(_TEMPLATE_SECONDS, lambda: self._try_template(plain)):
             raise ModelError(

@@ -51,7 +51,10 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     from transformers.utils import cached_file
 
     try:
+        # False and not left out: by default, transformers asks
+        # on standard input whether code of the hub may run.
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        # By default, a file that is missing raises OSError, as a hub does that cannot be reached.
         file = cached_file(
             path, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
         )
@@ -98,6 +101,7 @@ def _add_bos(tokenizer: Any, path: str, revision: str | None) -> None:
     steps = [processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, number)])]
     backend = tokenizer.backend_tokenizer
     if backend.post_processor is not None:
+        # The tokenizer's own processor stays: that of byte-level tokenizers corrects the offsets of blanks.
         steps.insert(0, backend.post_processor)
     backend.post_processor = processors.Sequence(steps)
 
