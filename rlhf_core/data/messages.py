@@ -276,6 +276,7 @@ def _says_trained(item: Mapping[str, Any], key: str, role: str, name: str) -> bo
     value = item.get(key)
     if value is None:
         return True
+    # By equality: 1.0, as a column with gaps has it, and true are 1 as well.
     if value not in (0, 1):
         raise RowError(
             f"{name}.{key} must be 0 or false (not trained), or 1 or true (trained); got {str(value)[:40]};"

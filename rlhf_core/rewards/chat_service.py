@@ -45,6 +45,7 @@ from rlhf_core.system.files import create_once, read_bounded, read_json, write_a
 
 _FAILED_IN_ROW = 3
 _MOST_RUBRIC_BYTES = 64 << 10
+# `strip` keeps characters without width, and a letter beside one would be no verdict.
 _INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
 _AROUND = " \t#*_`.\"'()[]"
 

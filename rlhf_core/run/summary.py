@@ -108,6 +108,7 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     if policies := {policy: table for policy in POLICIES if (table := _of_policy(ref, policy))}:
         found["policies"] = policies
     policy_of_difference = {flat_name("difference", policy): policy for policy in POLICIES}
+    # Sorted, because the order of a set of texts differs between processes, and the table follows it.
     for name in sorted({key.rpartition("/")[0] for key in metrics if key.endswith("/mean")}):
         measure, _, who = name.rpartition("/")
         interval = _interval(metrics, name)

@@ -54,6 +54,7 @@ def ensure_database(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.with_name(f".{file.name}.lock")
     try:
+        # By flock, which the kernel releases if the process is killed: no stale lock is left.
         with FileLock(lock, timeout=LOCK_SECONDS):
             if not file.exists():
                 _make(file)
