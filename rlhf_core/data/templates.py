@@ -647,7 +647,8 @@ class Encoder:
         return Encoded(tuple(ids), tuple(mask))
 
     def _decode(self, ids: list[int]) -> str:
-        # Not cleaned up: texts are compared here, and cleaning removes blanks before punctuation.
+        # Not cleaned up, whatever tokenizer_config.json says: that removes
+        # blanks before punctuation, and texts are compared here.
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     # -- the template itself --

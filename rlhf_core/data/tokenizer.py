@@ -222,7 +222,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         unk_token=UNK,
         additional_special_tokens=list(_ROLES),
         chat_template=TINY_TEMPLATE,
-        # Otherwise decoding removes blanks before punctuation, so that a text is not what was encoded.
+        # Written out for earlier releases of transformers, which by
+        # default remove blanks before punctuation when they decode.
         clean_up_tokenization_spaces=False,
     )
 
