@@ -80,6 +80,7 @@ _DIGITS = r"(?:\d+(?:\.\d+)?|\.\d+)"
 _FRACTION = regex.compile(rf"\\frac ?(?:\{{(-?{_DIGITS})\}}|(\d)) ?(?:\{{(-?{_DIGITS})\}}|(\d))")
 _NUMBER = regex.compile(
     rf"(?P<sign>[-+]?)(?:(?P<whole>\d+) (?=\d+/))?"
+    # At most three digits of an exponent: `1e999999999` would be a fraction of a billion digits.
     rf"(?P<plain>{_DIGITS})(?:(?:[eE]|\\times 10\^)\{{?(?P<e>[-+]?\d{{1,3}})\}}?|/(?P<by>-?{_DIGITS}))?"
 )
 # `2xy` and `2 x` are products. A unit has at least three letters, or four if no blank is before it.

@@ -122,6 +122,7 @@ def _first_rows(config: PipelineConfig, name: SetName, source: Source) -> Iterat
     if address.kind == "synthetic":
         for data in islice(generate(config.data.synthetic, config.run.seed, name), BEGINNING_ROWS):
             yield Row("synthetic", 1, data)
+    # Of a bucket or the hub nothing is read: the checks before a run take seconds, also without a network.
     elif address.kind == "local":
         for file in list_files(address, source.split)[:_FILES_OF_A_FOLDER]:
             yield from first_rows(file)

@@ -42,6 +42,7 @@ _MATHEMATICAL = regex.compile(r"[\d\\+*/^=<>|-]")
 _UNREADABLE = regex.compile(r"\d_|\d{100}|[^\x20-\x7e]")
 
 
+# The samples of a group often have the same answer, and a comparison takes up to 0.1 s.
 @lru_cache(maxsize=4096)
 def equal(given: str, wanted: str) -> bool:
     """Return whether two texts in LaTeX are equal expressions: exactly, for all values of their variables.
@@ -81,6 +82,7 @@ class _Comparer:
         # Sets of symbols must have the same order in each run.
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "0"}
         command = [*python_module("rlhf_core.data.expressions"), str(theirs.fileno())]
+        # `makefile` has a reference of its own: the socket closes with the channel, and not here.
         with theirs, ours:
             self._process = launch(command, os.environ | own, pass_fds=(theirs.fileno(),))
             self._channel = ours.makefile("rw", encoding="utf-8")
@@ -165,6 +167,7 @@ def _differ(left: Any, right: Any) -> bool:
     variables = sorted(left.free_symbols | right.free_symbols, key=str)
     point = {variable: Rational(17 + 6 * i, 7 + 4 * i) for i, variable in enumerate(variables)}
     try:
+        # At a point of fractions and with 40 digits, rounding stays far below the bound in the next line.
         value, difference = (each.subs(point).evalf(40) for each in (left, left - right))
         return bool(difference.is_finite and abs(difference) > 1e-25 * (1 + abs(value)))
     except Exception:  # no value there, such as a logarithm of 0

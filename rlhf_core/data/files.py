@@ -184,6 +184,7 @@ def list_files(address: Address, split: str | None = None, most: int = MAX_FILES
         if problem is not None:
             raise DataError(f"{problem}; write the rows to a file and give its path")
         return [path]
+    # Bounded while it lists: a source can be a home folder by mistake, with millions of files.
     entries = list(islice(path.rglob("*"), most + 1))
     if len(entries) > most:
         raise DataError(f"{path} holds over {most} files; give the folder of the data alone")
@@ -339,6 +340,8 @@ def content_mismatch(suffix: str, head: bytes) -> str | None:
         return "the file is empty (0 rows); give a file with rows"
     if start.startswith(LFS_POINTER):
         return "this is a Git LFS pointer, not the data; run `git lfs pull`"
+    # S3 servers answer errors in XML, and other servers in
+    # HTML, which downloads store under the name of the file.
     if start.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "this is a web page or XML, not data; download the file again"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -488,6 +491,7 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     csv.field_size_limit(MAX_ROW_BYTES)
     # Bytes that are not UTF-8 become surrogates here, which the check of the text fields refuses row by row.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    # Without `strict`, a wrong quote is no error, and the lines after it become part of the cell.
     reader = csv.reader(text, strict=True)
     try:
         header = next(reader, [])
@@ -507,6 +511,7 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         except StopIteration:
             return
         except csv.Error as error:
+            # `csv.Error` has no code, so that only its text tells the end of the file from a wrong quote.
             if str(error) == "unexpected end of data":
                 raise DataError(
                     f"{file}:{line}: a quote that opens in this row is never closed, so the"
@@ -556,6 +561,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 f"{file}: the column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one of"
                 " them"
             )
+        # By rows and not by row groups, into which pyarrow writes up to a million rows.
         for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS):
             for row in batch.to_pylist():
                 number += 1
@@ -578,6 +584,7 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         raise DataError(
             f"{file}: the rows about {number + 1} do not fit in memory; write smaller row groups"
         ) from error
+    # pyarrow raises OSError for pages that cannot be decompressed or decoded.
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{file}: the parquet file is damaged: {' '.join(str(error).split())[:200]}; copy it again"

@@ -328,6 +328,7 @@ def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, 
         value = field_value(row, theirs)
         if value is None:
             continue
+        # `rename: {answer.text: answer}` may replace the object that the value comes from.
         if theirs.split(".")[0] != ours and not is_empty(kept.get(ours)):
             raise RowError(
                 f"the row has {ours!r} already, so {theirs!r} cannot be renamed to it; take it out of"
@@ -445,6 +446,7 @@ def _shared_prompt(
     """Return the common first messages of `chosen` and `rejected`, and the two answers."""
     chosen, rejected = (_conversation(row, name, thoughts) for name in ("chosen", "rejected"))
     shared = 0
+    # The last message of the shorter one is its answer, also if the other conversation goes on with it.
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     prompt = chosen[:shared]

@@ -21,6 +21,7 @@ _TOTAL_SECONDS = 20.0
 """Time limit for the whole request."""
 
 
+# Asked once in a process: with a push between two questions, key and data would be of different commits.
 @cache
 def resolve_revision(
     repo: str, kind: Literal["model", "dataset"], revision: str | None, seconds: float = _TOTAL_SECONDS
@@ -49,6 +50,7 @@ def fetch_model(repo: str, revision: str | None) -> None:
     """
     from huggingface_hub import snapshot_download
 
+    # With README.md, which names the licence: the card of a published policy repeats it.
     with _optional(f"model {repo}: not fetched"):
         # Weights in other formats than safetensors are never loaded.
         snapshot_download(

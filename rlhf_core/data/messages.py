@@ -200,6 +200,7 @@ def messages_of(
     value = row.get(name)
     if value is None:
         raise RowError(f"{name!r} is missing or null")
+    # A text is a sequence as well, whose characters would be the messages.
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         raise RowError(f"{name!r} must be {expected}; got {json_type(value)}")
     if not value:
@@ -275,6 +276,7 @@ def _says_trained(item: Mapping[str, Any], key: str, role: str, name: str) -> bo
     value = item.get(key)
     if value is None:
         return True
+    # By equality: 1.0, as a column with gaps has it, and true are 1 as well.
     if value not in (0, 1):
         raise RowError(
             f"{name}.{key} must be 0 or false (not trained), or 1 or true (trained); got {str(value)[:40]};"
@@ -328,6 +330,7 @@ def checked_text(text: Any, name: str) -> str:
         raise RowError(f"{name} is {'blank' if text else 'empty'}")
     if "\x00" in text:
         raise RowError(f"{name} has a NUL character")
+    # Asked first, because CPython knows it without reading the text, and most texts need no encoding then.
     if not text.isascii():
         try:
             text.encode()

@@ -137,7 +137,9 @@ def ends_within(seconds: float, function: Callable[[], object], *, wall: int = 6
         try:
             limit = math.ceil(seconds)
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+            # SIGXCPU, which ends the fork at its limit, would write a core file as large as this process.
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            # A handler of this process would only run when a long operation in C returns.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(wall)
             with suppress(Exception):

@@ -160,6 +160,7 @@ def _mark(source: Source, store: StoreConfig) -> str:
         return "\n".join(marks)
     for file in _list_files(source, kind, store):
         state = Path(file).stat()
+        # The inode as well: a file that replaces another one by a rename can have its size and its time.
         marks.append(f"{file} {state.st_ino} {state.st_size} {state.st_mtime_ns}")
     return "\n".join(marks)
 
@@ -274,6 +275,7 @@ def model_digest(path: str, revision: str | None, home: str | None = None) -> st
             f"model path not found: {path}; give an existing folder or a Hugging Face id (owner/name)"
         )
     files, parts = _model_files(folder), []
+    # Kept by inode, size and time: a model of hundreds of gigabytes would be read at each start.
     known = FileDigests(Home.of(home).digests if home is not None else None)
     for file, digest in zip(files, known.of_files(files), strict=True):
         parts.append(f"{file.relative_to(folder).as_posix()}\x1f{digest}")
@@ -284,6 +286,7 @@ def _model_files(folder: Path) -> list[Path]:
     files = []
     for file in folder.rglob("*"):
         is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        # Without hidden files: the client of the hub keeps times of its downloads in `.cache` of the folder.
         if file.is_file() and not is_hidden:
             files.append(file)
     return sorted(files)
@@ -338,6 +341,7 @@ def _objects(
 
     async def find() -> dict[str, Mapping[str, Any]]:
         bucket = _bucket(store)
+        # The coroutines behind the public methods of s3fs, because `run_bounded` can cancel a coroutine.
         if await bucket._isfile(path):
             return {path: await bucket._info(path)}
         found = await bucket._find(path.rstrip("/") + "/", detail=True)

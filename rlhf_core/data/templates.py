@@ -127,6 +127,8 @@ class Encoder:
         self.eos_id: int = tokenizer.eos_token_id
         self._eos: str = tokenizer.eos_token
         self._backend = tokenizer.backend_tokenizer
+        # A tokenizer.json can have the truncation and padding
+        # of its own training, which would silently cut rows.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._specials = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -148,6 +150,7 @@ class Encoder:
         text = chat_template(tokenizer) or ""
         fields = [name for name in _THOUGHT_FIELDS if re.search(rf"[.'\"]{name}\b", text)]
         self._thought_field = fields[0] if fields else None
+        # Made here: a cache of the class would keep each encoder and its prompts until the process ends.
         self._prompt_ids = lru_cache(known_prompts)(self._new_prompt_ids)
         self._last_prompt: tuple[list[dict[str, Any]], list[Any] | None, str] = ([], None, "")
         self._not_rendered: Sequence[str] | None = None
@@ -269,6 +272,7 @@ class Encoder:
         borders = [start for (start, _), (at, _) in zip(spans, moved, strict=True) if _spans(tokens, at)]
         if borders:
             apart = self._begin(self._pieces(text, restore, template_specials=True, borders=borders))
+            # Only if the text stays the same: some tokenizers put a blank before each piece.
             if self._decode(apart.ids) == self._decode(tokens.ids):
                 tokens = apart
         kind: Literal["last", "whole"] = "last" if last_only else "whole"
@@ -386,6 +390,7 @@ class Encoder:
         that are not declared special are recognised in any text.
         """
         forms = tuple((each["role"], *sorted(key for key in each if each[key])) for each in messages)
+        # With tools, the skeleton has the functions of its own row, so it is not kept for others.
         is_plain = tools is None and not any("tool_calls" in message for message in messages)
         marks = self._skeletons.get((forms, kind)) if is_plain else None
         if marks is None:
@@ -500,6 +505,7 @@ class Encoder:
             found.update(self._special_pattern.findall(text))
             used.update(_PRIVATE.findall(text))
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
+        # Sorted: the order of a set of texts differs between processes, and so would the rendered text.
         character_of = {special: next(free) for special in sorted(found)}
         if found:
             plain, functions = _replaced(
@@ -641,6 +647,8 @@ class Encoder:
         return Encoded(tuple(ids), tuple(mask))
 
     def _decode(self, ids: list[int]) -> str:
+        # Not cleaned up, whatever tokenizer_config.json says: that removes
+        # blanks before punctuation, and texts are compared here.
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     # -- the template itself --
@@ -663,6 +671,7 @@ class Encoder:
                 self.name, DATE.strftime("%d %b %Y"),
             )  # fmt: skip
         ask, answer = Message("user", "Is it late?"), Message("assistant", "It is noon.")
+        # Two turns, because a template can render an earlier answer otherwise than the last one.
         plain = [{"role": m.role, "content": m.content} for m in (ask, answer, ask, answer)]
         if not ends_within(_TEMPLATE_SECONDS, lambda: self._try_template(plain)):
             raise ModelError(

@@ -51,7 +51,10 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     from transformers.utils import cached_file
 
     try:
+        # False and not left out: by default, transformers asks
+        # on standard input whether code of the hub may run.
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        # By default, a file that is missing raises OSError, as a hub does that cannot be reached.
         file = cached_file(
             path, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
         )
@@ -98,6 +101,7 @@ def _add_bos(tokenizer: Any, path: str, revision: str | None) -> None:
     steps = [processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, number)])]
     backend = tokenizer.backend_tokenizer
     if backend.post_processor is not None:
+        # The tokenizer's own processor stays: that of byte-level tokenizers corrects the offsets of blanks.
         steps.insert(0, backend.post_processor)
     backend.post_processor = processors.Sequence(steps)
 
@@ -201,6 +205,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in specials],
+        # Sorted, because `alphabet` returns another order in
+        # each process, and the ids of the bytes follow it.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()) if vocab_size >= 512 else ascii_alphabet,
         show_progress=False,
     )
@@ -216,6 +222,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         unk_token=UNK,
         additional_special_tokens=list(_ROLES),
         chat_template=TINY_TEMPLATE,
+        # Written out for earlier releases of transformers, which by
+        # default remove blanks before punctuation when they decode.
         clean_up_tokenization_spaces=False,
     )
 
@@ -239,6 +247,8 @@ def tokenizer_digest(folder: Path) -> str:
             kept = {field: value for field, value in fields.items() if field not in _OF_LOADING}
             content = json.dumps(kept, sort_keys=True).encode()
         digest.update(content)
+        # Between two files, so that bytes which move from the
+        # end of one to the start of the next change the digest.
         digest.update(b"\x1f")
     return digest.hexdigest()
 
@@ -254,6 +264,7 @@ def require_same_tokens(base: BaseModelAddress, tokenizer: Path) -> None:
     """
     own = load_tokenizer(base.path, base.revision).get_vocab()
     others = load_tokenizer(str(tokenizer)).get_vocab()
+    # In one direction only: further tokens of this model are in no pair and no response.
     if any(own.get(token) != number for token, number in others.items()):
         raise ModelError(
             f"{base.field}: {base.path} has other tokens than the policy; use a model of the same family, or"

@@ -64,6 +64,7 @@ def annotate(artifacts: ArtifactStore, ref: ArtifactRef, name: str, rows: pa.Tab
     key = f"{_folder(ref)}/{name}.parquet"
     with TemporaryDirectory() as folder:
         file = Path(folder) / "rows.parquet"
+        # Cast, because pyarrow joins no int64 of a reader's table with the int32 of the record.
         pq.write_table(rows.select(schema.names).cast(schema), file, compression="zstd")
         artifacts.store.put_file(file, key)
     return artifacts.store.uri(key)

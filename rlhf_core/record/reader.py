@@ -28,6 +28,7 @@ RECORD = "record"
 
 def parts_of(folder: Path) -> list[Path]:
     """Return the finished and unfinished parts in a folder, in the order of their steps."""
+    # Eight digits, so that the names sort as the numbers of their steps do.
     return sorted(folder.glob("*-????????.parquet"))
 
 

@@ -90,6 +90,8 @@ class RecordWriter:
     def save(self, folder: Path) -> None:
         """End the open part, and link all parts to `folder`/record."""
         if self._part is not None:
+            # In the footer and not in the name: it is known only
+            # when the part ends, and `restore` continues from it.
             self._part.add_key_value_metadata(
                 {_BYTES: str(self._bytes).encode(), _LAST_STEP: str(self._last_step).encode()}
             )
@@ -129,6 +131,8 @@ def _link_all(source: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for part in parts_of(source):
+        # Links, because each checkpoint has all parts: with copies,
+        # a run would write its record once for each of them.
         if not linked(part, target / part.name):
             shutil.copy(part, target)
 

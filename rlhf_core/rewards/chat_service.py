@@ -45,6 +45,7 @@ from rlhf_core.system.files import create_once, read_bounded, read_json, write_a
 
 _FAILED_IN_ROW = 3
 _MOST_RUBRIC_BYTES = 64 << 10
+# `strip` keeps characters without width, and a letter beside one would be no verdict.
 _INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
 _AROUND = " \t#*_`.\"'()[]"
 
@@ -113,6 +114,8 @@ def ask_service(
         nonlocal in_row, has_ended
         if has_ended:
             return  # its thread has begun before the others were cancelled
+        # For a server that is down, each further question
+        # would cost all its tries and the pauses between them.
         if in_row >= _FAILED_IN_ROW and failed is not None:
             failed(question, f"it was not asked, because {settings.url} gave others no answer")
             return
@@ -136,12 +139,15 @@ def ask_service(
                 failed(question, str(error))
             return
         with lock:
+            # `keep` under the lock as well: the functions of callers
+            # fill dictionaries and need not be safe for threads.
             in_row = 0
             keep(question, reply)
 
     key = api_key(settings, field)
     poster = Poster(field, [url], key, "correct the key in api_key_env", "correct url or model")
     with closing(poster), request_threads(settings.concurrency) as threads:
+        # In the order of completion, so that an error ends the loop while earlier questions still wait.
         for asked in as_completed([threads.submit(ask, question) for question in questions]):
             asked.result()
 
@@ -295,7 +301,9 @@ class Replies:
     def _file(self, question: str) -> Path | None:
         if self._folder is None:
             return None
+        # JSON of a list: joined without a separator, another judge and question could be the same text.
         digest = hashlib.sha256(json.dumps([self._judge, question]).encode()).hexdigest()
+        # 256 folders: a run of 200 steps with 512 responses keeps about 100,000 files (decision 8).
         return self._folder / digest[:2] / f"{digest}.json"
 
 

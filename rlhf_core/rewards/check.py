@@ -126,6 +126,7 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
         if file.suffix != ".py":
             yield ConfigError(f"{field}.file: must be a *.py file; got {file}; rename it")
             return
+    # The working folder is searched last: a file `test.py` in it is never found as `test`.
     elif module.partition(".")[0] in sys.stdlib_module_names:
         yield ConfigError(
             f"{field}.function: must be your own; got {source.function} of Python's standard library; name"

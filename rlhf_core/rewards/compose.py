@@ -125,6 +125,7 @@ class RewardBatch:
 
     def take(self, rows: Sequence[int]) -> RewardBatch:
         """Return the scores of these responses, without the usage."""
+        # The usage is that of the requests for all responses: no part of it belongs to some of them.
         return RewardBatch(
             [self.total[row] for row in rows],
             {name: [values[row] for row in rows] for name, values in self.by_source.items()},
@@ -328,6 +329,7 @@ def normalize(values: Sequence[float]) -> list[float]:
     # Equality is tested on the values: a mean of equal floats can differ from them in the last bit.
     if not present or min(present) == max(present):
         return [value if math.isnan(value) else 0.0 for value in values]
+    # `fsum` and `pstdev` round once, so that the bits do not depend on the order of the responses.
     mean = math.fsum(present) / len(present)
     std = statistics.pstdev(present)
     return [(value - mean) / (std + EPS) for value in values]

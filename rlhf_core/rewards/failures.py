@@ -222,6 +222,8 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
         if is_final:
             reasons.update(dict.fromkeys(part, str(error)))
             return
+        # Without retries: the whole batch has had all of them, and a
+        # function that hangs costs its whole `timeout` for each call.
         for half in (part[: len(part) // 2], part[len(part) // 2 :]):
             try:
                 # Only whether it fails is used. Values of a part may differ from those of the whole batch.
@@ -249,6 +251,7 @@ def _fails_always(call: Call, samples: Sequence[RewardInput], failure: CodeError
     """Return whether the first, the middle and the last sample fail with the same error."""
     if not failure.searchable or len(samples) < 3:  # too few to know
         return False
+    # Three and not all: a broken function must not be called hundreds of times (decision 8).
     for index in {0, len(samples) // 2, len(samples) - 1}:
         try:
             call([samples[index]])

@@ -123,6 +123,8 @@ class LanguageModelAsker:
                 reasons[question] = self._reason(question, f"{question}{again}", replies, failed)
             else:
                 found[question] = result
+        # Kept replies count as well: a step that is repeated
+        # after a kill has the metrics of an undisturbed run.
         usage = {
             "requests": float(len(replies)),
             "unusable": float(sum(reply.is_cut or read(reply.text) is None for reply in replies.values())),
@@ -197,6 +199,7 @@ def grade_of(reply: str, scale: int) -> int | None:
     label, word = last_line(reply)
     if re.search("[0-9]", re.sub(rf"\(1 ?(?:-|–|to) ?{scale}\)|\(out of {scale}\)", "", label)):
         return None
+    # Four digits hold the largest `scale`, 1000. Python's `int` raises ValueError above 4300 digits.
     found = re.fullmatch(rf"([0-9]{{1,4}})(\s*/\s*{scale})?", word)
     if found is None or not 1 <= int(found[1]) <= scale:
         return None
@@ -294,6 +297,8 @@ class LanguageModelComparisons(LanguageModelAsker):
             return [self._comparison(prompt, texts)]
         # The order of the texts decides nothing else, so they are sorted for the seed.
         texts.sort()
+        # Seed 0 and not that of the run: equal texts give equal
+        # questions in every run, which kept replies answer.
         circle = [texts[i] for i in permutation(count, derive_seed(0, "opponents", prompt, *texts))]
         opponents = self._source.used_opponents(count)
         pairs = [(i, (i + step) % count) for step in range(1, opponents // 2 + 1) for i in range(count)]

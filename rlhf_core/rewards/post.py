@@ -33,6 +33,7 @@ _MIN_CHARACTERS = 16
 
 MAX_ANSWER_BYTES = 4 << 20
 _REFUSED = {400, 413, 422}
+# 408, 409 and 429 are what OpenAI's own client repeats; 425 (RFC 8470) asks for a repetition.
 _TEMPORARY = {408, 409, 425, 429}
 _LONGEST_PAUSE = 120.0
 """Longest pause, in seconds, that the header Retry-After can request."""
@@ -57,6 +58,7 @@ def reward_token(*, guards: bool = False) -> str | None:
             f"{TOKEN_VARIABLE} must be printable ASCII characters without blanks; its {len(token)} characters"
             " hold others; make one by `openssl rand -hex 24`"
         )
+    # Not for a client: the token of somebody else's service may be short, and its user cannot change it.
     if guards and len(token) < _MIN_CHARACTERS:
         raise ConfigError(
             f"{TOKEN_VARIABLE} must have at least {_MIN_CHARACTERS} characters to protect a service; got"
@@ -123,6 +125,8 @@ class Poster:
             limits=httpx.Limits(max_connections=None),
             # Reads SSL_CERT_FILE. The default of httpx does not if `trust_env` is false.
             verify=ssl.create_default_context(),
+            # HTTP_PROXY would send prompts and the token through
+            # another host, also for a service on loopback.
             trust_env=False,
         )
 
@@ -176,6 +180,8 @@ class Poster:
                         raise httpx.ReadTimeout("")
                 return response.status_code, answer, _pause(response.headers.get("Retry-After", ""))
         except httpx.TimeoutException:
+            # Not searched: a slow service is slow for each part as
+            # well, and each would cost the whole limit (decision 8).
             raise Failure(f"{url} gave no answer within {seconds:g} s", searchable=False) from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             problem = str(error) or type(error).__name__
@@ -184,6 +190,7 @@ class Poster:
 
 def _pause(header: str) -> float:
     """Return the seconds of the header Retry-After; 0 if it has a date or is missing."""
+    # Without `isascii`, digits such as a superscript two pass `isdigit`, and `float` refuses them.
     if not (header.isascii() and header.isdigit()):
         return 0.0
     return min(float(header), _LONGEST_PAUSE)

@@ -74,8 +74,11 @@ def load_function(
 
 def as_floats(result: Any, count: int) -> list[float]:
     """Return `result` as `count` floats, which need not be finite. Raises `ValueError` for anything else."""
+    # A dict or a set of n numbers has the right length, but no order that says which response each is for.
     if isinstance(result, str | bytes | dict | set) or not hasattr(result, "__len__"):
         raise ValueError(f"it returned {_short(result)}, but a list of {count} floats is needed")
+    # A list of a torch tensor has tensors without axes, and
+    # each `float` of one on a GPU waits for the device.
     values = result.tolist() if hasattr(result, "tolist") else list(result)
     # `tolist` of an array without axes returns a number.
     if not isinstance(values, list) or len(values) != count:
@@ -133,6 +136,8 @@ def _short(value: Any) -> str:
 
 
 def _exit_with(parent: int) -> None:
+    # Not the kernel's signal for the death of the parent: it comes when the
+    # thread that started this process ends, which can be earlier (prctl(2)).
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK)
     os._exit(1)

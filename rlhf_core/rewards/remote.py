@@ -97,6 +97,7 @@ class ReplicaPool:
                 usable = [replica for replica in self._replicas if replica.unused_until <= now]
                 free = [replica for replica in usable if replica.active < self._source.concurrency]
                 if free:
+                    # By activity alone, the first url would get every request that finds all replicas idle.
                     chosen = min(free, key=lambda replica: (replica.active, replica.requests))
                     chosen.active += 1
                     chosen.requests += 1
@@ -115,6 +116,8 @@ class ReplicaPool:
             replica.failures += 1
             if works:
                 replica.failures = 0
+            # A request that was sent before the pause can still
+            # succeed. It ends the pause, because the replica works.
             replica.unused_until = 0.0
             # One that answers nothing is the least busy one, and would get all requests.
             if replica.failures >= self._source.breaker_failures:
@@ -152,6 +155,7 @@ class RemoteService:
             rows, size = range(len(samples)), self._source.items_per_request
             parts = [list(rows[start : start + size]) for start in range(0, len(samples), size)]
         batches = [[samples[row] for row in rows] for rows in parts]
+        # As many as all replicas take together: further threads would only wait in `ReplicaPool`.
         with request_threads(self._source.concurrency * len(self._source.urls)) as threads:
             # `map` keeps the order of the parts, whichever answer comes first.
             return Outcome.of_groups(parts, list(threads.map(self._score, batches)))
@@ -203,6 +207,8 @@ def read_answer(body: bytes, count: int, address: str) -> Outcome:
         answer = json.loads(body)
         scores, errors = answer["scores"], answer.get("errors", {})
         values = [math.nan if score is None else _number(score) for score in scores]
+    # `json.loads` raises RecursionError for nested brackets, and `float` OverflowError for an integer
+    # of 400 digits. The service is not trusted: neither may end the stage as an unknown error.
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise Failure(
             f'{address} must answer {{"scores": [...]}} with numbers; got {body[:80]!r} ({error})'
@@ -214,11 +220,13 @@ def read_answer(body: bytes, count: int, address: str) -> Outcome:
     reasons = dict(outcome.reasons)
     for index in reasons:
         if str(index) in given:
+            # `!r`, because this text goes to logs and terminals, and a service could send control characters.
             reasons[index] = f"{address} answers: {str(given[str(index)])[:200]!r}"
     return Outcome(outcome.values, reasons)
 
 
 def _number(score: object) -> float:
+    # bool is an int in Python: a service that answers true and false would silently be read as 1 and 0.
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise TypeError(f"{str(score)[:40]!r} is no number")
     return float(score)

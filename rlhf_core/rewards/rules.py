@@ -53,6 +53,7 @@ MATCH_SECONDS = 1.0
 
 _CLOSERS = "\"'”’»)]}*_"
 _OPENERS = "\"'“‘«([{*_¿¡"
+# `regex` and not `re`, which has no time limit, no `\p{...}` and no lookbehind of variable length.
 _FULL_STOP = regex.compile(r"[\p{Sentence_Terminal}…]|[\u0e00-\u0eff]")
 """Thai and Lao sentences end without a mark."""
 _LETTER = rf"[^\W{WITHOUT_BLANKS}]"
@@ -171,6 +172,7 @@ def _content_words(text: str, min_letters: int) -> set[str]:
     """Return the words with enough letters. Of a script without blanks, two characters in a row are one."""
     found = words(text)
     content = {word for word in found if sum(map(str.isalpha, word)) >= min_letters}
+    # `words` drops punctuation: two characters in a row there can end one sentence and begin the next one.
     pairs = ("".join(pair) for pair in pairwise(found) if all(map(_IS_CHARACTER.fullmatch, pair)))
     return content | {pair for pair in pairs if pair in text.casefold()}
 
@@ -180,6 +182,7 @@ def _whole_word(word: str) -> Any:
     # Without blanks, nothing shows where a word begins and ends.
     before = "" if _IS_CHARACTER.match(word[0]) else f"(?<!{_LETTER})"
     after = "" if _IS_CHARACTER.match(word[-1]) else f"(?!{_LETTER})"
+    # Not `\b`: there is no boundary between `+` and a blank, so that `C++` would never be found.
     return regex.compile(f"{before}{regex.escape(word)}{after}", regex.IGNORECASE)
 
 
@@ -188,13 +191,16 @@ def _whole_word(word: str) -> Any:
 
 Extract = Literal["auto", "final_number", "boxed"]
 
+# `_runs` searches the text before each number for an operator, so the time grows with the square of this.
 _WINDOW = 2000
 """Without a box, a marker or a phrase, the answer is looked for in this many characters at the end."""
 _TAG = r"(?:think(?:ing)?|thoughts?|reasoning)"
 _THOUGHTS_END = regex.compile(rf"</{_TAG}>|\[/THINK\]", regex.IGNORECASE)
 _THOUGHTS_START = regex.compile(rf"<{_TAG}>|\[THINK\]", regex.IGNORECASE)
+# No `<answer>` inside: with one that is never closed, the match would begin there and end at the next answer.
 _ANSWER_TAG = regex.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", regex.DOTALL | regex.IGNORECASE)
 _MARKER = regex.compile(r"^[ \t]*####[ \t]*(\S.{0,200})$", regex.MULTILINE)
+# `####` also begins a heading in Markdown. `#### 2 ways` is one, and no answer.
 _MARKED_UNITS = ("", "%", "dollar", "euro", "pound")
 _PHRASE = regex.compile(
     r"\banswers?(?: (?:to|of|for) [^.:\n]{1,60}?)?[*_]*\s?(?:\b(?:is|are|equals)\b|[:=])"
@@ -203,6 +209,7 @@ _PHRASE = regex.compile(
 )
 _SENTENCE_END = regex.compile(r"[.;!?](?:\s|$)|\n")
 _NEGATION = regex.compile(r"\b(?:not|no|never|neither|cannot)\b|n['’]t\b|不是", regex.IGNORECASE)
+# As in pandoc, no digit follows a closing $: `$5 and $6` are two prices.
 _FORMULA = r"\$\$[^$]+\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$[^$\n]+(?<!\\)\$(?!\d)"
 # A word in a script without blanks is no part of the number beside it, as in `共有12个`.
 _SEPARATORS = '\\s|\u3001\u3002\uff0c\uff1a\uff1b\uff01\uff1f“”«»「」"'
@@ -215,6 +222,7 @@ _OPERATOR_BEFORE = regex.compile(r"[^\s][ \t]*[-–−+*/^×÷<>][ \t]*$")
 _OPERATOR_AFTER = regex.compile(r"[ \t]*(?:[+/^×÷<>]|\*[ \t])")
 _CALCULATION = regex.compile(r"(?:[^\W\d]+:)?(?:[-+*/×÷().,$%\d\s]|(?<=\d ?)x(?= ?\d))+=(?!.*=)")
 _TOKEN = regex.compile(r"[^'‘`~*_,;:!?<](?:.*[^'’`~*_.,;:!?>–-])?")
+# Three digits after a comma are thousands, as in `1,234`.
 _DECIMAL_COMMA = regex.compile(r"([-+]?\d+),(\d{1,2}|\d{4,})")
 
 
@@ -238,6 +246,8 @@ def is_right(response: str, wanted: str, extract: Extract = "auto") -> bool:
 
 def without_thoughts(response: str) -> str:
     """Return what follows the last thoughts, in `<answer>` if it has that; "" if the thoughts have no end."""
+    # By the end alone: templates of some models put `<think>`
+    # into the prompt, so that no response begins with it.
     text = _THOUGHTS_END.split(response)[-1]
     if _THOUGHTS_START.search(text):
         return ""
@@ -299,6 +309,7 @@ def _runs(text: str) -> list[tuple[str, str]]:
 
     What is connected is one run. Runs beside an operator are left out.
     """
+    # In `-$ 3`, the blank would separate the number from its sign.
     text = regex.sub(r"(?<=[$€£])[ \t]+(?=\d)", "", text)
     spans: list[tuple[int, int]] = []
     for found in _ITEM.finditer(text):

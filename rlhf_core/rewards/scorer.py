@@ -129,6 +129,7 @@ class Scorer:
             record = normalise(row, "prompt", thoughts="keep")
             for text in (response, record.prompt_text):
                 text.encode()
+            # Before the tokenizer: a text of 10 MB took 85 s and 2.4 GB there.
             if any(
                 self._encoder.surely_longer(text, self._most_tokens)
                 for text in (record.prompt_text, response)

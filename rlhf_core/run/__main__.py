@@ -40,6 +40,8 @@ from rlhf_core.tracking.mlflow_client import shorten_timeouts
 
 def main() -> int:
     """Run the stage of the spec that the command line names. Returns the exit code."""
+    # Before the imports of the stage: it forks, and the
+    # threads of libraries do not survive that (decision 28).
     events = _startup()
     pipe = os.environ.pop(WAIT_VARIABLE, "")
     log_to_stderr()

@@ -73,8 +73,11 @@ def run_attempt(spec: StageSpec, events: Events, stop: StopRequest | None = None
     """
     store = open_store(spec.config)
     inputs = {str(ArtifactName(name, ref.key)) for name, ref in spec.inputs.items()}
+    # What references of the configuration have become is read
+    # as well, and `rlhf prune` keeps what a claim names.
     inputs.update(map(str, artifacts_named(spec.config.model_dump(mode="json"))))
     fence = acquire(store, spec.key, spec.stage, inputs=inputs)
+    # From now on, also while inputs are fetched: other hosts take over after about 30 s without a renewal.
     with renewed(fence):
         # Another run can have made it since the flow looked for it: this process may have been in a queue, or
         # have waited for the fence.
@@ -116,6 +119,7 @@ def _run_with_fence(
         inputs={str(name): ref for name, ref in spec.inputs.items()},
         pipeline=pipeline,
     )
+    # From this event on, the flow ends the MLflow run if this process is killed.
     events.send("started", attempt=fence.attempt, mlflow_run_id=stage_run.run_id)
     log.info("%s %s: attempt %d", spec.stage, spec.key, fence.attempt)
     # This value stays if SystemExit, the request to stop, ends the body.
@@ -184,8 +188,11 @@ def _abort(error: RLHFError, monitor: Monitor, events: Events) -> NoReturn:
     flow ends the MLflow run.
     """
     log.critical("%s: %s", type(error).__name__, error.message)
+    # Before the kill: the flow decides by the class of this error
+    # whether it tries again, and the exit code does not have it.
     events.error(error)
     monitor.kill()
+    # `os._exit` runs no exit handlers, and those of logging flush the log.
     logging.shutdown()
     os._exit(error.exit_code)
 
@@ -287,6 +294,8 @@ class _Attempt:
         is_complete = False
         try:
             result = function(config, context)
+            # From here on nothing beats: an upload that takes
+            # longer than `timeouts.stall` would count as a stall.
             unregister()
             if spec.stage == "ppo" and spec.pipeline_key and (out / RECORD).is_dir():
                 run = pipeline_name(spec.config, spec.pipeline_key)
@@ -323,6 +332,7 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
     """Return an empty scratch folder for this attempt, and remove those of killed attempts at the same
     key.
     """
+    # Under the fence: an older attempt that still writes here has lost the stage key and cannot publish.
     shutil.rmtree(spec.work, ignore_errors=True)
     work = spec.work / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)
@@ -369,6 +379,8 @@ def import_for(stage: StageName, config: PipelineConfig) -> None:
     for module in row.imports:
         importlib.import_module(module)
     if row.loads_model and from_scratch:
+        # transformers imports the code of an architecture only
+        # when a model is built. One from scratch is a Llama.
         importlib.import_module("transformers.models.llama.modeling_llama")
     if row.samples:
         from rlhf_core.engines.vllm import import_vllm

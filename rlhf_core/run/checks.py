@@ -89,6 +89,7 @@ def check_and_prepare(
     stages = stages_made(config, start, until)
     with checking(name):
         warnings = check(config, stages=stages)
+    # After the checks, so that a configuration that is refused leaves no folder behind.
     Home.of(config.run.home).make()
     store = open_store(config)
     if retry_store:

@@ -45,6 +45,7 @@ def external_marks(config: PipelineConfig) -> dict[str, str]:
 
 def _file_mark(file: Path) -> str:
     state = file.stat()
+    # The inode as well: a file that replaces another one by a rename can have its size and its time.
     return f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
 
 
@@ -61,6 +62,8 @@ def _beside_sources(
     found = reward_code_digests(config)
     judge = config.evaluate.language_model
     if judge is not None and judge.rubric is not None:
+        # Of the text that is asked and not of the file, as `evaluation.language_model`
+        # compares it: a line break at the end changes no verdict.
         found[RUBRIC] = hashlib.sha256(rubric_text(judge.rubric).encode()).hexdigest()
     if judge is not None and judge.path is not None:
         found[FOLDER] = of_model(judge.path, None)

@@ -177,6 +177,8 @@ class PipelineRun:
     def spec(self, stage: StageName, inputs: Mapping[StageName, ArtifactRef]) -> StageSpec:
         """Return what the child process of `stage` needs, with the stage's key."""
         inputs = {name: inputs[name] for name in stage_inputs(self.config, stage)}
+        # By content and not by key: an input that is made again
+        # with the same content leaves this stage as it is.
         digests: dict[str, str] = {name: ref.digest for name, ref in inputs.items()}
         # The stage compares all sources that it reads. The keys of its inputs contain the others.
         prefixes = sources_read(self.config, stage)
@@ -254,6 +256,7 @@ class PipelineRun:
             # A retry within this run keeps the tags of earlier attempts, and goes on where they were.
             self.record_resumed(stage, 0)
         elif stage == "ppo":
+            # All commands of a pipeline have one run in MLflow, so these tags are of an earlier command.
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
             self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
             self._raised, self._unseen = {}, None
@@ -289,6 +292,7 @@ class PipelineRun:
             spent += devices_of(self.config, name) * (made_in(record) or 0.0)
         devices = devices_of(self.config, spec.stage)
         checkpoints = CheckpointStore(self.store, spec.key, self.home.cache, self.config.store)
+        # A stage that was interrupted has no record yet. Its checkpoints keep the seconds of its attempts.
         spent += devices * checkpoints.stored_seconds()
         left = (3600 * budget.device_hours - spent) / devices
         if left <= 0:
@@ -385,6 +389,8 @@ class PipelineRun:
                     complete.write_text(
                         with_outcome(text, [*outcome(summary), *self.remarks.items()]), encoding="utf-8"
                     )
+                    # To MLflow only: the artifact with the report was
+                    # complete before `register` decided about the promotion.
                     self.tracking.log_file(self.parent_run_id, complete)
                 except (RLHFError, OSError) as error:
                     log.warning("MLflow's run has no %s: %s", report, error)
@@ -413,6 +419,8 @@ class PipelineRun:
             "policy": self.config.register_.policy,
             "where": self.links(self.parent_run_id),
         }
+        # By the time since boot, in which the kernel has the start of this
+        # process: so the imports count, and a change of the clock does not.
         return summarize(self.records, seconds_since_boot() - self.started, identity)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

@@ -39,9 +39,12 @@ LEFTOVER_SECONDS = 5.0
 """How long descendants may outlive the stage. Ray's daemons need 2 s after a normal end."""
 _STOPPING_SECONDS = 2.0
 """The same, if the stage was asked to stop or the flow has died."""
+# A process in an uninterruptible wait, as on a network disk that is
+# gone, does not end by SIGKILL. The reaper then ends without it.
 _KILL_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# The kernel keeps a blocked SIGCHLD for `sigtimedwait`, although it drops one that is not blocked by default.
 _WATCHED = {signal.SIGCHLD, *_REQUESTS}
 
 
@@ -62,6 +65,7 @@ def fork_reaper(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
     scratch = _create_scratch_folders()
     # A fork does not inherit these two settings: they are the reaper's alone.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # SIGTERM and not SIGKILL: if the flow dies, the reaper must live until it has ended all others.
     die_with_parent(signal.SIGTERM)()
     # Blocked before the fork: a signal waits for `sigtimedwait`, and does not end the reaper.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
@@ -79,6 +83,7 @@ def fork_reaper(flow: int, stop_seconds: float, suspend_seconds: float) -> None:
     # If the reaper died before the line above, the kernel sends no signal.
     if os.getppid() != reaper:
         os._exit(128 + signal.SIGKILL)
+    # The stage has inherited the mask, with which no request to stop would reach it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
 
 
@@ -96,6 +101,8 @@ def _create_scratch_folders() -> tuple[str, str]:
     """
     shared = tempfile.gettempdir()
     usual = tempfile.mkdtemp(prefix="rlhf-", dir=_short_enough(shared, _OTHER_SOCKET))
+    # torch's default is below TMPDIR, which belongs to one
+    # stage here: each stage would compile everything again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _compile_cache(shared, usual))
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray chooses it
     ray = tempfile.mkdtemp(prefix="r-", dir=_short_enough(base, _RAY_SOCKET))
@@ -212,6 +219,7 @@ def _end_descendants(grace_seconds: float, stage: int) -> list[str]:
 
     Returns the names of the killed processes without the stage itself.
     """
+    # By pid, because each round finds a process again until the kernel has removed it.
     killed: dict[int, str] = {}
     kill_from = time.monotonic() + grace_seconds
     while time.monotonic() < kill_from + _KILL_SECONDS:

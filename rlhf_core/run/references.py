@@ -156,6 +156,7 @@ def resolve(config: PipelineConfig, *, kept: Mapping[str, str] | None = None) ->
     if not texts:
         return Resolved(config)
     references = _find_each(texts, kept or {}, _Resolver(config).reference)
+    # A kept reference has the number of the version. Messages and tags show what the configuration says.
     references = {field: replace(found, text=texts[field]) for field, found in references.items()}
     for field, reference in references.items():
         log.info("%s: %s is %s", field, reference.text, reference.origin)
@@ -217,6 +218,8 @@ def _find_each(
                 try:
                     found[field] = find(field, kept[field])
                     continue
+                # Not the errors of a store or MLflow that does not answer: it can answer
+                # later, and the run must not go on with another version meanwhile.
                 except (InputError, CorruptArtifact) as error:
                     log.warning("%s: %s cannot be used any more: %s", field, kept[field], error.message)
             found[field] = find(field, text)
@@ -420,6 +423,7 @@ def _stage(name: str) -> StageName:
 
 
 def _check_file(path: str) -> None:
+    # The path is joined to the folder of the artifact, which `..` would leave.
     if any(part in ("", ".", "..") for part in path.split("/")):
         raise InputError(
             f"the file must be a path inside the artifact without empty parts, `.` and `..`; got"

@@ -87,6 +87,7 @@ def open_registry(home: str) -> Mlflow:
     Raises InputError if the folder has no database of MLflow.
     """
     return registry_of(
+        # The commands that call this have no configuration. Only home and environment decide the address.
         PipelineConfig.model_validate({"run": {"home": str(Home.of(home).path)}}),
         field="this folder has no runs (--home)",
     )

@@ -97,6 +97,8 @@ class RetryPolicy:
 def retry_with(retry_policy: RetryPolicy) -> Retrying:
     """Return a caller that repeats a failed call as `retry_policy` allows, after `RETRY_DELAYS`."""
     return Retrying(
+        # Without `stop`, tenacity never ends: the policy does,
+        # which counts failures since the last checkpoint only.
         retry=retry_if_exception(retry_policy.should_retry),
         wait=wait_chain(*map(wait_fixed, RETRY_DELAYS)),
         reraise=True,
@@ -161,6 +163,7 @@ def get_or_run_stage(
                 if event["event"] == "warning" and kind in event:
                     run.tag_message(f"{kind}.{event[kind]}", event["message"])
             prepare_next(run, stage, event)
+            # Before the display and the handler: an error there must not undo that a checkpoint was made.
             retry_policy.on_event(event)
             display.event(stage, event)
             if on_event is not None:

@@ -108,6 +108,7 @@ def _evaluation(ref: ArtifactRef) -> dict[str, Any]:
     if policies := {policy: table for policy in POLICIES if (table := _of_policy(ref, policy))}:
         found["policies"] = policies
     policy_of_difference = {flat_name("difference", policy): policy for policy in POLICIES}
+    # Sorted, because the order of a set of texts differs between processes, and the table follows it.
     for name in sorted({key.rpartition("/")[0] for key in metrics if key.endswith("/mean")}):
         measure, _, who = name.rpartition("/")
         interval = _interval(metrics, name)
@@ -519,6 +520,7 @@ def _markdown_text(text: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a text such as `42.1 s`, `3 min 05 s` or `2 h 07 min`."""
+    # Not 100: the text of 99.96 would be 100.0 s.
     if seconds < 99.5:
         return f"{seconds:.1f} s"
     minutes = round(seconds) // 60

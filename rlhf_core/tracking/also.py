@@ -103,6 +103,8 @@ class Copies:
             name: Name of the stage's run in it; the same for all attempts.
         """
         self._unopened = list(trackers)
+        # `folder / "/a"` is /a, so an absolute name would
+        # leave `folder`. wandb refuses a project with a slash.
         self._where = (folder, project.strip("/").replace("/", "-"), name)
         self._copies: dict[str, Copy] = {}
 
@@ -113,6 +115,8 @@ class Copies:
         for tracker in self._unopened:
             self._guarded(tracker, partial(self._open, tracker))
         self._unopened.clear()
+        # One call for each step: wandb makes a row of its history
+        # of each call, and the metrics of a step belong into one.
         for step, found in groupby(sorted(points, key=attrgetter("step")), key=attrgetter("step")):
             metrics = {point.key: point.value for point in found}
             for tracker, copy in list(self._copies.items()):
@@ -129,6 +133,7 @@ class Copies:
 
     def _guarded(self, tracker: str, action: Callable[[], object]) -> None:
         if error := attempt(action).exception():
+            # Not tried again: a tracker that does not answer would delay each flush by its own time limits.
             self._copies.pop(tracker, None)
             log.warning(
                 "%s gets no more metrics of this stage (%s: %s); MLflow has all of them.",

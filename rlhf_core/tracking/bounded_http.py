@@ -52,6 +52,8 @@ class BoundedAdapter(HTTPAdapter):
             return response
 
         try:
+            # requests has no limit for a whole call. Another thread
+            # makes it, and is left behind if it takes longer.
             return within(seconds, call)
         except TimeoutError as error:
             raise Timeout(f"no whole answer within {seconds:.0f} s") from error
@@ -65,6 +67,7 @@ class BoundedAdapter(HTTPAdapter):
 def _read(response: Response, end: float) -> bytes:
     """Return the body. It is not read on after the time `end`, when nobody waits for it."""
     content = bytearray()
+    # The size counts after decompression: a megabyte of gzip can be a gigabyte of text.
     for part in response.raw.stream(_CHUNK, decode_content=True):
         content += part
         if len(content) > ANSWER_BYTES or time.monotonic() > end:

@@ -142,6 +142,7 @@ def log_of(model: str) -> str:
 def without_logs(names: Iterable[str]) -> list[str]:
     """Return the names of registered models without those of logs."""
     known = list(names)
+    # The suffix alone is no proof: a model of somebody else can have it too.
     return [name for name in known if not name.endswith(_SUFFIX) or name.removesuffix(_SUFFIX) not in known]
 
 
@@ -213,6 +214,8 @@ def _create(mlflow: Mlflow, model: str, entry: _Entry) -> int:
 
 def _entry(entry: ModelVersion) -> _Entry | None:
     try:
+        # Strict: otherwise pydantic would convert what a hand
+        # has changed, such as a number in quotes, and count it.
         return _ENTRIES.validate_json(entry.tags.get(ENTRY, ""), strict=True)
     except (ValueError, OverflowError):
         return None  # edited by hand

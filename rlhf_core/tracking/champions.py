@@ -59,6 +59,7 @@ REFERENCE = "rlhf.reference."
 
 MAX_REASON = 1000
 """Largest number of characters of a reason."""
+# Nine digits fit into the 32-bit column of MLflow's databases. PostgreSQL answers a larger one with an error.
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 """Number of a version."""
 
@@ -249,6 +250,7 @@ def _former_champions(moves: Sequence[Move]) -> list[str | None]:
     """Return the champions of a history, the last one first; None for a time without one."""
     numbers: list[str | None] = []
     for move in reversed(counted(moves)):
+        # Also the previous one: a champion by hand, or from before the log, is the version of no move.
         numbers += [move.version, move.previous]
     return list(dict.fromkeys(numbers))
 
@@ -378,6 +380,7 @@ def rollback(mlflow: Mlflow, model: str, reason: str, to: str | None = None) -> 
         version = None
         if to != NONE:
             version = to or _earlier_champion(mlflow, model, begun.log.moves, champion, reason)
+            # The rollback revokes by these digests, so it would revoke the new champion as well.
             if _digests(usable_version(mlflow, model, version).tags) & _digests(champion.tags):
                 raise InputError(
                     f"--to: version {version} of {model} has the same policy as the champion, version"

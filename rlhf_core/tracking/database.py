@@ -54,6 +54,7 @@ def ensure_database(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = file.with_name(f".{file.name}.lock")
     try:
+        # By flock, which the kernel releases if the process is killed: no stale lock is left.
         with FileLock(lock, timeout=LOCK_SECONDS):
             if not file.exists():
                 _make(file)
@@ -110,6 +111,7 @@ def _follow_artifacts(file: Path) -> None:
             for old, new in ((address, folder.as_uri()), (str(before), str(folder))):
                 for table, column in _ADDRESSES:
                     database.execute(
+                        # `substr` and not LIKE, for which `_` and `%` in a path are wildcards.
                         f"UPDATE {table} SET {column} = :new || substr({column}, length(:old) + 1)"
                         f" WHERE {column} = :old OR substr({column}, 1, length(:old) + 1) = :old || '/'",
                         {"old": old, "new": new},
@@ -128,6 +130,7 @@ def _create(file: Path, artifacts: str) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     store = SqlAlchemyStore(f"sqlite:///{file}", artifacts)
+    # `_make` renames the file next. SQLite can corrupt a database that is renamed under an open connection.
     store.engine.dispose()
 
 

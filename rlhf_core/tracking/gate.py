@@ -159,6 +159,7 @@ class Gate:
 
         The levels add up to `alpha`.
         """
+        # The sum of 1 / (n (n + 1)) over all n is 1.
         return self.alpha / (number * (number + 1))
 
     def lost(self, votes: Votes | None) -> bool:
@@ -167,6 +168,8 @@ class Gate:
         """
         if votes is None or self.votes_margin is None:
             return False
+        # By Wilson's bound (decision 37): a bootstrap of wins and ties has a
+        # lower bound of at least 0.5, so that two votes would pass every margin.
         return votes["low"] <= 0.5 - self.votes_margin
 
 
@@ -302,6 +305,7 @@ class Match:
     def record(self) -> dict[str, Any]:
         """Return the fields for a tag. `Match(**record)` reads them."""
         record = asdict(self)
+        # They are a line for each prompt, and MLflow 3.17 allows 100,000 characters in a tag of a version.
         del record["outcomes"]
         if not self.grouped_prompts:
             del record["grouped_prompts"]  # so that the record is that of versions without groups
@@ -352,6 +356,7 @@ def decide(
         gate: Limits of the configuration.
         level: Level of the test.
     """
+    # First, because a refusal without a match spends no level (decision 37).
     if refusal := refused_alone(candidate, gate):
         return refusal
     if champion is None:

@@ -34,8 +34,10 @@ _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # MLflow allows it by default. Nothing here loads a model through MLflow, and data must never run code.
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
 }
+# A stage that is asked to stop has 20 s in all, and the last checkpoint needs them more than a tracker does.
 _LAST_SECONDS = 3
 # The largest batches that MLflow accepts.
 _POINTS_PER_CALL = 1000
@@ -163,6 +165,7 @@ class Mlflow:
             os.environ.setdefault(name, value)
         # It logs a warning for every retry; `Tracking` logs one for the whole call.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+        # Imported here, because it takes more than a second, and many commands need no tracker.
         from mlflow.tracking import MlflowClient
         from mlflow.utils import request_utils
 
@@ -221,6 +224,7 @@ class Mlflow:
 
     def find_run(self, tags: Mapping[str, str]) -> RunState | None:
         """Return the oldest run with all these tags, or None."""
+        # MLflow's search leaves out its trash: for a run that a person has deleted, another one is made.
         text = " and ".join(f"tags.`{name}` = {_quoted(value)}" for name, value in tags.items())
         # Two processes may have created one each. Both agree on the older one.
         order = ["attributes.start_time ASC"]
@@ -274,6 +278,7 @@ class Mlflow:
         """
         end = None
         if keep_end:
+            # `set_terminated` takes the present time for None.
             end = self._client.get_run(run_id).info.end_time
         self._client.set_terminated(run_id, status, end_time=end)
 
@@ -321,6 +326,8 @@ class Mlflow:
         """Mark artifacts as tables for MLflow's pages: the last ones, as many as fit into a tag."""
         tag = "mlflow.loggedArtifacts"
         known = _list_of(self._client.get_run(run_id).data.tags.get(tag, "[]"))
+        # Not by `MlflowClient.log_table`, which appends to a table that the
+        # run has: a table that is sent again would have its rows twice.
         entries = [{"path": path, "type": "table"} for path in tables]
         new = [entry for entry in entries if entry not in known]
         if new:
@@ -354,6 +361,8 @@ class Mlflow:
         """Start MLflow's sampler of CPU, memory and GPU, and return it; `finish()` ends it."""
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
+        # Without `resume_logging`, the steps of each attempt begin
+        # at 0, and its points lie among those of the others.
         monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=self.uri)
         monitor.start()
         return monitor
@@ -405,6 +414,7 @@ class Mlflow:
             text = f"name LIKE '{pattern}'"
         if tag is not None:
             text += f" and tags.`{tag}` LIKE '%'"
+        # A page of 200 stays far below `ANSWER_BYTES` of bounded_http, also with many tags.
         found = _all_pages(self._client.search_model_versions, text, max_results=200)
         return [_version(entry) for entry in found if entry.name == name]
 
@@ -502,6 +512,7 @@ def clean_name(name: str) -> str:
     cleaned = "/".join(parts)
     if len(cleaned) <= _NAME_LENGTH:
         return cleaned
+    # A name can come from a user's source, with a lone surrogate that UTF-8 cannot encode.
     digest = hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:_DIGEST_LENGTH]
     return f"{cleaned[: _NAME_LENGTH - _DIGEST_LENGTH - 1]}-{digest}"
 
@@ -563,6 +574,7 @@ def attempt(call: Callable[[], _T]) -> Future[_T]:
 
     Errors are of any kind: MLflow raises those of four libraries, and none may stop a pipeline.
     """
+    # A Future keeps a result or an error. `result` raises the error with its own traceback.
     done: Future[_T] = Future()
     try:
         done.set_result(call())
@@ -594,6 +606,7 @@ def is_unreachable(error: BaseException) -> bool:
 def short_reason(error: BaseException) -> str:
     """Return the reason of an error in one short line without credentials."""
     text = printable(" ".join(scrubbed(str(error)).split()))
+    # SQLAlchemy appends the statement with its parameters, which are the data of the run.
     text = text.partition(" [SQL: ")[0]
     # The beginning of an error of urllib3 is an address.
     if cause := _CAUSE.search(text):

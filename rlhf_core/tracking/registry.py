@@ -126,6 +126,7 @@ def register(
         champion = mlflow.by_alias(model, CHAMPION)
     while champion is None or champion.version != version.version:
         with registry_errors(mlflow, action):
+            # Before the match, which takes as long as an evaluation.
             revoked = _revoked(mlflow, model, version)
         match = None
         if not revoked:
@@ -141,11 +142,15 @@ def register(
             choose = partial(
                 _next_test, version.version, candidate.evaluation, match, opponent, gate, clock()
             )
+            # Asked again: a person can have rolled the version
+            # back, or deleted the champion, during the match.
             refusal = _revoked(mlflow, model, version) or _champion_is_missing(entries, champion)
             decision = refusal or _decide(candidate, champion, match, gate, choose(entries.tests).level)
             # Before the alias, so that a retry after a kill in between makes the same decision.
             if decision.tested:
                 test = _spend(mlflow, model, entries, choose)
+                # Decided again: if another process spent this part of
+                # the budget first, the level is lower than it was.
                 decision = _decide(candidate, champion, match, gate, test.level)
             played, evidence = None, None
             if isinstance(match, Match):
@@ -329,6 +334,8 @@ def _find_or_create(mlflow: Mlflow, model: str, candidate: Candidate) -> tuple[M
         source = f"{LOCAL_STORE}{source}"
     description = _description(candidate)
     run_id = candidate.run_id
+    # A policy that is reused can have been trained under
+    # another tracker, whose run ids this one does not know.
     if not run_id or not mlflow.has_run(run_id):
         run_id = None
     created = mlflow.create_version(model, source=source, run_id=run_id, tags=tags, description=description)

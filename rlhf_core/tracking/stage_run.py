@@ -90,6 +90,8 @@ class Spool:
     def add(self, metrics: Mapping[str, float], step: int) -> None:
         """Write metrics of one step to the file."""
         line = json.dumps({"step": step, "metrics": dict(metrics)})
+        # Opened for each line: a handle that stays open would
+        # follow the file into the folder of a later attempt.
         with self._points.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         for name, value in metrics.items():
@@ -251,6 +253,7 @@ class StageRun:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics of a step; the next `flush` sends them. Steps of one metric must ascend."""
         with self._lock:
+            # By `float` and `int`, because JSON takes no scalars of numpy and torch.
             self._spool.add({clean_name(name): float(value) for name, value in metrics.items()}, int(step))
 
     def log_table(self, name: str, rows: list[dict[str, Any]]) -> None:
@@ -359,6 +362,8 @@ class StageRun:
             # It is not tried again: a server that has no traces would keep the run from its end, and the
             # report has the answers too.
             log.warning("MLflow at %s %s; it has no traces.", self.tracking_uri, describe_failure(error))
+        # `result` raises the error of an unreachable tracker
+        # again: the file then stays, and a later `flush` sends it.
         elif (logged := done.result()) < len(rows):
             log.warning("MLflow was slow: it has traces of %d of %d prompts.", logged, len(rows))
 
@@ -422,6 +427,8 @@ def log_traces(uri: str, experiment_id: str, run_id: str, rows: Sequence[Mapping
     from mlflow.entities import TraceInfo, TraceLocation, TraceState
     from mlflow.tracing.client import TracingClient
 
+    # Not `mlflow.start_span` and the like: they use the tracker and the experiment that are global
+    # in the process, and draw random ids, so that a row that is sent again would be a second trace.
     client = TracingClient(uri)
     deadline = time.monotonic() + MOST_SECONDS
     now = int(time.time() * 1000)

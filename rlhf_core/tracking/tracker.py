@@ -73,6 +73,7 @@ def open_tracking(config: PipelineConfig) -> Tracking:
     """
     home = Home.of(config.run.home)
     instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+    # MLFLOW_TRACKING_URI may have a password: only the configuration is written to manifests and to MLflow.
     if problem := credential_problem(config.tracking.uri or "", instead):
         raise ConfigError(f"tracking.uri: {problem}")
     uri = tracking_uri(config)
@@ -285,6 +286,7 @@ class Tracking:
     def finish(self, run_id: str | None, status: Status, *, reused: bool = False) -> None:
         """End a run. With `reused`, the run keeps its earlier end time, because no stage ran."""
         if status == "KILLED":
+            # The command was asked to end: Ctrl-C must not wait for a tracker that does not answer.
             shorten_timeouts()
         if run_id is not None:
             self._try(lambda: self.mlflow.terminate(run_id, status, keep_end=reused))
@@ -360,6 +362,7 @@ class Tracking:
 
     def _create_once(self, identity: Mapping[str, str], name: str, tags: Mapping[str, str]) -> RunState:
         """Create a run and return it, or the older one that another process has just created."""
+        # MLflow has no unique tags, so the search before cannot exclude that two processes create a run each.
         created = self.mlflow.create_run(name, tags)
         oldest = self.mlflow.find_run(identity) or created
         if oldest.run_id != created.run_id:
