@@ -435,6 +435,7 @@ def _visible(text: str) -> str:
     """Replace control and direction characters, except newlines."""
     characters = []
     for char in text:
+        # Cf has the marks of direction, by which a text is shown in another order (CVE-2021-42574).
         hidden = char != "\n" and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co")
         characters.append("�" if hidden else char)
     return "".join(characters)

@@ -333,6 +333,7 @@ def _open(folder: Path, name: str, split: Split, work: Path, make: Callable[...,
 
     # Hosts may share the folder after all, and the locks of a network file system can be local to a host.
     mapped = work / f"{name}_{split}-{socket.gethostname()}.arrow"
+    # A file of its own: a lock on the mapped file would stay with the inode that `replacing` takes away.
     with mapped.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -374,5 +375,6 @@ def _reader(column: Any) -> Callable[[int], Any]:
 
     if not pa.types.is_list(column.type):
         return lambda row: column[row].as_py()
+    # Not by `as_py`, which makes a scalar of Arrow for each token first.
     offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
     return lambda row: values[offsets[row] : offsets[row + 1]].tolist()

@@ -164,6 +164,7 @@ class Quarantine:
             text: The row.
         """
         row = {"source": file, "line": line, "reason": reason, "row": text[:500]}
+        # In ASCII: a bad row can have lone surrogates, which UTF-8 cannot encode.
         self._file.write(json.dumps(row) + "\n")
         first = self.first.setdefault(source, [])
         is_new = not any(each.endswith(f": {reason}") for each in first)
@@ -404,6 +405,7 @@ def own_group(record: Record) -> str:
         value = int(value)  # a column of whole numbers with gaps
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
         raise RowError(f"'group' must be a text or a number; got {json.dumps(value)[:40]}; rename the field")
+    # The name of a group is not checked as texts are, and can have lone surrogates.
     return _NAMED + split_key(str(value).encode(errors="replace").decode())
 
 
@@ -571,6 +573,7 @@ class EncodedRecord:
 
 def prompt_id(prompt_text: str) -> str:
     """Return 16 hex digits that identify the text of a prompt."""
+    # 64 bits: two of ten million prompts have the same id with a probability of 3e-6.
     return hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
 
 
@@ -756,6 +759,7 @@ def split_key(prompt_text: str) -> str:
     space, invisible characters, or composed and decomposed letters.
     """
     if not prompt_text.isascii():
+        # Not NFKC, by which x² and x2 would be one prompt.
         prompt_text = unicodedata.normalize("NFC", _INVISIBLE.sub("", prompt_text))
     return " ".join(prompt_text.split())
 

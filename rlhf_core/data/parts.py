@@ -130,8 +130,11 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
     digest, start, size = seed.copy(), 0, 0
     for end, item in enumerate(records, start=1):
         row = json.dumps(_encoded(item.record), default=vars).encode()
+        # With its length: otherwise other rows, cut at other
+        # places of the same bytes, would have this digest.
         digest.update(len(row).to_bytes(8, "little") + row)
         size += len(row)
+        # Not `hash`, which differs between processes: the parts of the last run would not be found.
         chosen = zlib.crc32(row) % _MEAN_ROWS == 0
         if chosen or end - start == _MOST_ROWS or size >= _MOST_BYTES or end == len(records):
             yield _Part(start, end, folder / digest.hexdigest())
@@ -149,6 +152,7 @@ def _encoded(record: Record) -> Record:
 def _make(encoder: Encoder, bounds: Limits, path: Path, name: SetName, records: Sequence[Record]) -> None:
     """Encode the records of a part, and write its file."""
     content = _packed([_found(record, name, encoder, bounds) for record in records])
+    # With its own digest: the folder is no bundle, so no manifest says what the file must be.
     write_atomic(path, hashlib.sha256(content).digest() + content)
     failpoint("data.part")
 
@@ -218,6 +222,7 @@ def _pool(encoder: Encoder, bounds: Limits, count: int) -> Iterator[Callable[...
     try:
         yield partial(pool.submit, _make_here)
     except BaseException:
+        # `shutdown` ends no part that has begun, and would wait for it.
         for process in list(pool._processes.values()):
             process.kill()
         raise
@@ -231,6 +236,7 @@ _given: tuple[Any, Any, str, Limits] | None = None
 def _start(parent: int, given: tuple[Any, Any, str, Limits]) -> None:
     """Prepare this process, which encodes for the process `parent`."""
     global _given  # of this process
+    # If the parent is killed, a worker would wait forever: it holds both ends of its queue.
     die_with_parent(signal.SIGKILL)()
     if os.getppid() != parent:  # it ended before
         os._exit(1)
@@ -272,6 +278,7 @@ def _packed(found: Sequence[Found]) -> bytes:
                     ids.extend(column)
             head.append(sequences)
     content = json.dumps(head).encode() + b"\n" + ids.tobytes()
+    # pyarrow cannot decompress without the size.
     return len(content).to_bytes(8, "little") + bytes(pa.compress(content, "zstd", asbytes=True))
 
 

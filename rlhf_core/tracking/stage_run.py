@@ -264,7 +264,9 @@ class StageRun:
             "data": [[_plain(row.get(column)) for column in columns] for row in rows],
         }
         with self._lock:
-            self._spool.add_bytes(json.dumps(table, ensure_ascii=False).encode(), f"{_TABLES}/{name}.json")
+            self._spool.add_bytes(
+                json.dumps(table, ensure_ascii=False).encode(errors="replace"), f"{_TABLES}/{name}.json"
+            )
 
     def log_figure(self, name: str, figure: Any) -> None:
         """Log a matplotlib figure as `plots/{name}.png`."""
