@@ -9,6 +9,8 @@ from __future__ import annotations
 import signal
 from typing import Annotated
 
+# Every lock has it, because Prefect's command line uses it. typer is imported faster, but has help and
+# defaults as arguments, and starts Python for each TAB (decision 22).
 from cyclopts import App, Group, Parameter
 
 import rlhf_core

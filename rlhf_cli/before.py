@@ -311,6 +311,7 @@ def _rehearse(
             config,
             overrides,
             place,
+            # `-P`: `-m` alone puts the working folder first on the search path (`system.processes`).
             [] if checks else [sys.executable, "-P", "-m", "rlhf_cli.main", "run"],
             model=model,
             gpus=gpus,

@@ -145,6 +145,7 @@ _PLOTS = ("rlhf_core.evaluation.plots",)
 _JUDGE_FRACTION = {"reward.judge": ("fraction",)}
 """`fields` of stages that train on the pairs that the stage `judge` leaves: only their share affects them."""
 
+# A table and no decorators on the stages: those would be known only after torch is imported (decision 22).
 _TABLE = (
     Stage(
         "data",

@@ -22,6 +22,7 @@ def derive_seed(run_seed: int, *parts: str | int) -> int:
     # Separator and types keep parts apart that would give the same text: ("a", "1") and ("a1",), 1 and "1".
     text = "\x1f".join([str(run_seed), *(f"{type(part).__name__}:{part}" for part in parts)])
     # 63 bits, so that arrays and columns of int64 can hold it.
+    # Not `hash`, which differs between processes for a text.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

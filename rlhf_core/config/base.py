@@ -199,6 +199,7 @@ LOSS_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Logits that are converted to float32 at a time, in elements. On a CPU they are 2 MB, about one core's L2
 cache; on a GPU 256 MB, enough to fill it.
 """
+# DeepSpeed's own default. `engines.sharding` passes it, so that the plan counts what is allocated.
 REDUCE_BUCKET = 500_000_000
 """Gradients that ZeRO 1-3 reduce at a time, at most. The buffer is allocated as a whole."""
 SHORT_ATTENTION = 512

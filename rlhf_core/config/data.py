@@ -149,6 +149,7 @@ class Source(Section):
     """
     rename: dict[str, str] = result({})
     """New names of fields, for example {question: prompt}, {reward_model.ground_truth: answer}"""
+    # One way past all refusals of fields, so that none of them needs an option of its own (decision 53).
     ignore: tuple[str, ...] = result((), later=True)
     """Fields of rows and of messages that no text or mask is made of, such as `tools`, `weight`. Without
     this, those that change what a row means are refused. Rewards can still read those of rows
@@ -256,6 +257,7 @@ class DriftConfig(Section):
     warn: dict[Measure, Limit | None] = execution({})
     """A measure above its limit is a warning; null: no limit. A measure that is left out has the limit 0.1
     """
+    # No default: usual values differ between data sets (decision 48).
     stop: dict[Measure, Limit | None] = execution({})
     """A measure above its limit ends the run before the SFT model is trained; null, or left out: no limit"""
 

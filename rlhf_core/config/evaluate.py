@@ -74,6 +74,8 @@ class RegressionSet(Source):
     """Name in results and reasons"""
     reward: AnyReward = result(...)
     """Scores the answers: an item as in `ppo.rewards`, not of type `model`. Raw values are compared"""
+    # Of a test of non-inferiority. A test of equality passes with few prompts, because it then finds nothing
+    # (decision 37).
     margin: PositiveFloat = result(
         0.02, within=Range(1e-6, 1e6, "with 0, a policy that is equally good fails half of the time")
     )
@@ -86,6 +88,7 @@ class RegressionSet(Source):
             )
         if self.weight != 1.0:
             raise ValueError("weight: a regression set has each prompt once; leave it out")
+        # PPO raises the score of this model, so it cannot show what the policy has lost (decision 37).
         if isinstance(self.reward, ModelReward):
             yield (
                 "reward.type: model is the reward model of the run, which judges no regression set; use"
@@ -132,6 +135,7 @@ class EvaluateConfig(Section):
     """The judge of a win. `auto`: the language model if there is one, else the true reward if there is one,
     else the second reward model (`reward.judge`), else the reward model, else the rules
     """
+    # Not in the evaluations during PPO: a question for each prompt and version costs too much (decision 8).
     language_model: LanguageModelConfig | None = result(None, later=True)
     """A language model that judges the evaluation and the match; null: none"""
     samples: PositiveInt = result(20, within=Range(1, 10_000, "rows of one table"))
@@ -204,6 +208,8 @@ class SampleConfig(Section):
     """Training prompts, at equal distances; null or more than there are: all"""
     temperature: PositiveFloat | None = result(None, within=TEMPERATURE)
     """Sampling temperature; null: ppo.temperature"""
+    # A language model compares with the first answer only: n - 1 pairs, all asked at once. A knock-out has
+    # turns that wait for each other, and all pairs are n (n - 1) / 2 (decision 48).
     judge: Literal["reward", "judge_model", "language_model", "people"] = result("reward")
     """Who scores the answers. `reward`: the rewards of PPO, with their weights; `judge_model`: the second
     reward model (`reward.judge`); `language_model`: `evaluate.language_model` compares each answer with the
@@ -238,6 +244,8 @@ class RegisterConfig(Section):
     # Few prompts are no evidence: winning two of two has p = 0.25 (decision 37).
     min_prompts: NonNegativeInt = result(50)
     """A match or evaluation with fewer prompts does not set the alias `champion`"""
+    # Levels follow from times, and not from a number of tests in a year: after the last of these, every
+    # candidate would be refused (decision 37).
     alpha: PositiveFloat = result(
         0.05, within=Range(1e-6, 0.5, "0 allows no champion, and above 0.5 chance decides")
     )

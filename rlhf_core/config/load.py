@@ -287,6 +287,8 @@ def _fill_ppo(tree: dict[str, Any], on_gpu: bool) -> None:
             wanted = prompts * samples // MINIBATCH
             divisors = [count for count in divisors_near(prompts * samples, wanted) if count <= wanted]
             ppo.setdefault("minibatches", max(divisors, default=1))
+    # In the reward, the KL of the tokens to come is added to the advantage of a group without a baseline, so
+    # that early tokens get a negative one (decision 19).
     if ppo.get("algorithm", "ppo") not in WITHOUT_GROUPS and _at(ppo, "kl", "estimator") is None:
         _fill(ppo, "kl.place", "loss")
     if ppo.get("enabled", True) is True and _evaluations_choose(tree, ppo):

@@ -97,6 +97,7 @@ class StageResources(Section):
 class ResourcesConfig(RootModel[dict[Literal["default", StageName], StageResources]]):
     """Resources by stage: `default` for every stage, and the name of a stage that needs others."""
 
+    # Not that of `Section`: pydantic refuses `extra` for a root model.
     model_config = ConfigDict(frozen=True, strict=True)
 
     def of(self, stage: StageName) -> StageResources:
@@ -177,6 +178,7 @@ class RunConfig(Section):
     """CPU threads of a stage; 0: one per core. Changing it changes bits on the CPU"""
     device: Literal["auto", "cpu", "cuda"] = result("auto")
     """`auto`: CUDA if a GPU is available"""
+    # No total: a run of days has many failures, and would end although it makes progress (decision 10).
     retries: NonNegativeInt = execution(2, within=TRIES)
     """Retries of a stage that fails. The count starts again after each new checkpoint"""
     stage_timeout: PositiveFloat = execution(604800.0, within=Range(1, 5e8, "a stage needs seconds to start"))
@@ -241,6 +243,7 @@ class StoreConfig(Section):
     """
     retry_seconds: PositiveFloat = execution(60.0)
     """Seconds for which requests to a bucket are retried after temporary errors (5xx, timeouts, resets)"""
+    # Off, because the run would go on with other bits, and nobody would notice (decision 10).
     allow_other_code: bool = execution(False)
     """Continue from a checkpoint that other sources of rlhf_core wrote, or other versions of Python, torch,
     transformers, tokenizers, vLLM or DeepSpeed; by default an error
@@ -264,6 +267,7 @@ class RecordConfig(Section):
     log-probabilities after the update, for which the policy computes each batch once more) or `none`. Answers
     of `sample`, of the evaluation and of the match have the columns of `rewards`, unless it is `none`
     """
+    # Not `PositiveInt`, whose limit of 10^9 would end each record at 1 GB.
     max_bytes: Annotated[int, Field(ge=1, le=10**15)] = execution(20 * 10**9)
     """Size of the record, in bytes before compression. Nothing is recorded from the step on that would exceed
     it
@@ -332,6 +336,8 @@ class ModelConfig(Section):
     """Commit of a hub model"""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = result("sdpa")
     """Attention of the training side"""
+    # One setting for policy, reference and evaluation: a KL between logits of different rounding has no
+    # meaning (decision 7).
     head_dtype: Literal["model", "float32"] = result("model")
     """Precision of the policy's logits in training and in the engines, if these compute in 16 bits.
     `float32`: the output of the language-model head is not rounded in both. `model`: the same precision as
@@ -365,6 +371,7 @@ class PipelineConfig(Section):
     """The model to start from"""
     data: DataConfig = result(DataConfig())
     """Sources, formats, lengths, split"""
+    # In no key: the result depends on the present champion, which is no input of the run (decision 48).
     drift: DriftConfig | None = execution(None)
     """Compare the data with that of the champion before anything is trained; null: no comparison"""
     sft: SFTConfig = result(SFTConfig())

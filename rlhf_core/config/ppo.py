@@ -145,6 +145,7 @@ class PPOConfig(PackedSection):
     """Before PPO, look for [faults of the rewards](check-reward.md), without those that are asked over the
     network: `warn` logs what is found, `refuse` ends the stage
     """
+    # Subtracted, and not put in place of the score: scores of rules have no fixed scale (decision 19).
     missing_eos_penalty: NonNegativeFloat | None = result(None, within=COEFFICIENT)
     """Subtracted from the score of a response that reaches the length limit. null: 1 with a reward model of
     nonzero weight, which was not trained with truncated responses (one standard deviation of its scores;
@@ -156,6 +157,7 @@ class PPOConfig(PackedSection):
     """Replace prompts whose samples all have the same score; null: keep them"""
     difficulty: DifficultyConfig | None = result(None, later=True)
     """Train on prompts of some difficulty only, or on easy ones first; null: on all, shuffled"""
+    # Not of the whole score: such a clip would hide the penalties (decision 19).
     score_clip: PositiveFloat | None = result(
         5.0, within=Range(0.1, 1e6, "the scores have standard deviation 1")
     )
@@ -213,6 +215,8 @@ class PPOConfig(PackedSection):
     """Lowest and highest weight that `importance` allows"""
     ptx: PTXConfig | None = result(None)
     """Pretraining loss in the policy's update; null: none"""
+    # Of the weights that sampled, and not of the optimizer's float32 copies, which ZeRO-1 and ZeRO-2 flatten
+    # and shard (decision 18).
     ema_decay: Decay | None = result(None)
     """Decay per optimizer step of a float32 moving average of the policy's weights. It is saved in the
     policy's dtype, next to the policy or as the policy (`publish: average`); null: none
@@ -232,6 +236,8 @@ class PPOConfig(PackedSection):
     that evaluation loads, relative to the change by training (both on the last rollouts). Above it, the stage
     fails. A merge in bfloat16 loses 0.1 to 0.7 of a small update (decision 18)
     """
+    # It does not follow the checkpoints: results would depend on a setting that only says how the work is
+    # done (decision 18).
     evaluate_every: NonNegativeInt | None = result(None, later=True)
     """Steps between evaluations of the policy on held-out prompts, which also take place before the first and
     after the last step; null: about a tenth of the steps; 0: none

@@ -328,6 +328,8 @@ class GuardLimit(NamedTuple):
 
 
 _UNCHANGED = ", because an unchanged policy would raise the guard otherwise"
+# Most are relative to the first step, which the SFT model samples: no absolute limit of entropy, length or
+# EOS is right for every model (decision 19).
 LIMITS: dict[GuardName, GuardLimit] = {
     # A multiple of the initial value: the share of responses with EOS, the entropy, the mean length.
     "eos_loss": GuardLimit(0.5, below=1, reason=_UNCHANGED),

@@ -153,6 +153,7 @@ def shown(value: Any, name: str = "", limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(str(value))} characters)"
 
 
+# The default is the live mapping: a variable that is set after this import is hidden as well.
 def scrubbed(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return `text` with secrets replaced.
 

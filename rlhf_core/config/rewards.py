@@ -284,6 +284,7 @@ class RemoteReward(ExternalReward):
     """Seconds for one request, from the address look-up to the last byte"""
     retries: NonNegativeInt = execution(4, within=TRIES)
     """Retries of a request that failed"""
+    # A status 500 counts too: a replica whose GPU is lost answers so, faster than the others (decision 8).
     breaker_failures: PositiveInt = execution(5)
     """Consecutive failures after which a replica is not used"""
     breaker_seconds: PositiveFloat = execution(15.0, within=PAUSE)
@@ -344,6 +345,7 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
     """
 
     type: Literal["language_model"] = "language_model"
+    # No folder: PPO's engines have the devices, and `rlhf serve` gives a folder an address (decision 8).
     url: str = result(...)
     """Address of an OpenAI-compatible server, `http(s)://host[:port]/v1`; requests go to
     `{url}/chat/completions`
@@ -360,6 +362,8 @@ class LanguageModelReward(ChatServiceConfig, ExternalReward):
     verdict. `pairs`: which of two is better; `ranking`: the order of all; `scores`: a grade for each, of all
     in one question. null: it grades each response by itself
     """
+    # Neighbours on a circle of the texts, so that all have equally many comparisons and a continued run asks
+    # the same. In a tournament the rounds wait for each other (decision 8).
     opponents: PositiveInt | None = result(None, later=True)
     """With `compare: pairs`: the number of other responses that each one is compared with, at random; null:
     all

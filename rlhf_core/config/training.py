@@ -122,6 +122,8 @@ _ADAPTER_WIDTH = Range(1, 8192, "wider than the layers of any model")
 class LoraConfig(Section):
     """Low-rank adapters on a frozen model (Hu et al. 2021): each adapted layer adds `alpha / r * B A x`."""
 
+    # No dropout: a continued run must have the same bits, and the ratio of PPO's first step must be 1
+    # (decision 7).
     r: PositiveInt = result(16, within=_ADAPTER_WIDTH)
     """Rank of the adapters"""
     alpha: PositiveInt = result(32, within=_ADAPTER_WIDTH)
@@ -233,6 +235,7 @@ class JudgeConfig(Section):
 
     fraction: PositiveFloat = result(0.5, within=Range(0.05, 0.95, "both models need pairs"))
     """Share of the prompts whose pairs train the judge; the reward model is trained with the others"""
+    # With the same tokens, because pairs and responses are stored as ids (decision 40).
     path: UserPath | None = content(None, min_length=1)
     """Another base model, with the same tokens, that the judge starts from: local folder, Hugging Face id or
     [reference](rounds.md#references); null: the SFT model
@@ -290,6 +293,7 @@ class RewardConfig(TrainingSection):
     """Train several reward models with different seeds and combine their scores
     ([rewards](rewards.md#an-ensemble-of-reward-models)); null: one model
     """
+    # In no key: a reward model that is reused must meet it as well (`stages.gates`).
     min_accuracy: Fraction = execution(0.55)
     """If the held-out accuracy is below this, or not significantly above chance (the lower bound of its 95 %
     interval is at most 0.5), the stage fails, because PPO with such a reward model would optimise noise; 0:
@@ -330,11 +334,14 @@ class DPOConfig(TrainingSection):
     """Train this policy. The stage `evaluate` compares it with those of SFT and PPO"""
     beta: PositiveFloat = result(0.1, within=Range(1e-4, 100, "0.01 to 1 is usual"))
     """Weight of the KL to the SFT model in DPO's objective: the higher, the nearer the policy stays"""
+    # None without a reference, such as SimPO: that policy has no implicit reward against the SFT model
+    # (decision 41).
     loss: Literal["sigmoid", "ipo", "robust"] = result("sigmoid", later=True)
     """`sigmoid`: that of the paper, with `label_smoothing` conservative DPO (Mitchell 2023); `ipo`: the
     squared distance of the gap from 1 / (2 `beta`) (Azar et al. 2023); `robust`: unbiased if
     `label_smoothing` is the share of wrong pairs (Chowdhury et al. 2024)
     """
+    # No part of `loss`: TRL averages for IPO, Tülu 3 for `sigmoid`, and the papers for neither (decision 41).
     length_normalised: bool = result(False, later=True)
     """Divide the log-probability of each response by its tokens, under policy and reference (Tülu 3). Such
     gaps are much smaller, so `beta` must be larger: 5 for `sigmoid` there

@@ -128,6 +128,7 @@ def dump(tree: Mapping[str, Any]) -> str:
 def quoted(text: str) -> str:
     """Return a text as it is written within one line of YAML: in quotes if it is no text without them."""
     # As the only item of a list: `[text]` and a line feed.
+    # The width, because PyYAML folds at 80 characters by default.
     return yaml.dump([text], Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=2**31)[1:-2]
 
 

@@ -62,6 +62,7 @@ class AgainstSFT:
     def score(self, batch: Sequence[RewardInput], model_scores: Sequence[float] | None) -> RewardBatch:
         """See `RewardComposer.score`."""
         samples = list(batch)
+        # Version 0 is always evaluated first (`Selection.is_due`), and its responses are the SFT model's.
         self.responses = self.responses or [sample.response for sample in samples]
         opponents = [
             replace(sample, response=text) for sample, text in zip(samples, self.responses, strict=True)
@@ -266,6 +267,7 @@ _ROUNDING = 1e-5
 
 _ROUNDING_16_BIT = 0.02
 """Smaller gaps between two processes can be caused by different batches and kernels in 16 bits."""
+# The same number is the limit of the canary outside float32 (`ppo.watching.step_checks`).
 _LARGEST_GAP_16_BIT = 0.05
 """Larger gaps in 16 bits need a higher `ppo.weight_sync.canary_tolerance`."""
 
@@ -334,6 +336,7 @@ def measure_published(
         untrained = logprobs_of(PolicyFiles(sft / "model"), served)
         update = mean_gap(exact, untrained)
         merged_logprobs = logprobs_of(PolicyFiles(ppo / "policy"), served)
+        # Relative: a fixed number of nats can be negligible, or most of the update (decision 18).
         merged = _share(mean_gap(exact, merged_logprobs), update)
     found = {
         "published/logprob_gap": mean_gap(in_process, loaded),

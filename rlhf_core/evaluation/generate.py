@@ -317,6 +317,7 @@ def _sample_here(request: _Request, done: Callable[[int], None]) -> list[list[li
     seed = derive_seed(config.run.seed, request.sampling.purpose)
     options = {
         "max_model_len": config.max_sequence_tokens,
+        # vLLM gives it to `numpy.random.seed`, which refuses more than 32 bits.
         "seed": seed % 2**31,
         "weight_transfer": "files" if others else None,
         "adapter_rank": None if first.adapter is None else adapter_rank(first.adapter),
@@ -328,6 +329,7 @@ def _sample_here(request: _Request, done: Callable[[int], None]) -> list[list[li
         done(before + sampled)
 
     with running_engine(config, first.model, request.device, **options) as engine:
+        # The first one only: a model with an adapter is never among `others` (`_names_by_engine`).
         adapter = None
         if first.adapter is not None:
             adapter = _ADAPTER_ID

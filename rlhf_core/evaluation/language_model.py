@@ -79,6 +79,8 @@ class LanguageModelJudge:
             if now != context.sources[FOLDER]:
                 raise ConfigError(f"{FOLDER}: {settings.path} was changed after the run began; run again")
         self.digest = judge_digest(config, context.sources, digest)
+        # On disk: a server does not give the same reply twice, and an attempt that was killed must end with
+        # the same numbers (decision 8).
         self._replies = Replies(Home.of(config.run.home).judge, self.digest)
         self._asked: dict[str, ModelReply] = {}
         self._unparsed = 0

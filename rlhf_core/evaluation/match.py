@@ -262,6 +262,7 @@ def _run_match(
     compared = compare_on_sets(config, by_set, "champion", context.sources, interval, record)
     regression = regression_differences(compared, "candidate")
     prompt_ids = tuple(ours.prompt_id for ours, _ in judged.pairs)
+    # Verdicts and not margins of scores, which have no bounds and differ between judges (decision 37).
     preferences = judged.comparison.preferences
     samples = []
     for pair, preference in list(zip(judged.pairs, preferences, strict=True))[: config.evaluate.samples]:
@@ -375,6 +376,8 @@ def _judge_pairs(
         refs = context.input_refs
         known = scoring.judge_digests(config, gold_known=judge == "gold", reward_code=code, inputs=refs)
         digest = known.get(judge)
+    # A policy's own reward model favours it. So that of the champion judges too, and the smaller evidence
+    # of both counts (decision 37).
     by_champion_model = None
     if champion_reward is not None:
         by_champion_model = _compare_scores(interval, _OF_CHAMPION, scored)

@@ -48,8 +48,10 @@ def flat_name(name: str, policy: str) -> str:
     """Return the name of a number of `policy` where there is no table: `win_rate` of PPO's policy,
     `win_rate_dpo` of DPO's.
     """
+    # Without a prefix such as `ppo/`: earlier runs would no longer be in the same plots (decision 18).
     if policy == "ppo":
         return name
+    # Also where DPO's is the only policy: the plain names have been those of PPO (decision 41).
     rate, suffix, _ = name.partition(LENGTH_CONTROLLED)
     return f"{rate}_{policy}{suffix}"
 

@@ -332,6 +332,8 @@ def to_png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
+# No library for charts: its script would add megabytes to each report, and the page allows no scripts
+# (decision 18).
 def to_image(figure: Any) -> Image:
     """Return the figure with the colours of the report's page, and with its readings.
 
@@ -347,6 +349,7 @@ def to_image(figure: Any) -> Image:
     # Text stays text, in the font of the page. Without a salt, matplotlib makes ids with a random UUID.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report"}):
         figure.savefig(buffer, format="svg")
+    # Before it is a style for `*`, which would change every SVG of the page.
     _, _, content = buffer.getvalue().partition("</defs>")
     # Only the addresses of markers are used, and those of two figures would be the same.
     content = re.sub(r' id="(?!m[0-9a-f]{10}")[^"]*"', "", content)

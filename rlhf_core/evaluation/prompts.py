@@ -58,6 +58,7 @@ def prompts_of_evaluation(
 
 def prompts_of_ppo(config: PipelineConfig, held_out: Sequence[PromptExample]) -> list[PromptExample]:
     """Return the last `ppo.evaluate_prompts` held-out prompts, or all if there are fewer."""
+    # The type allows no 0, with which this slice would be all prompts.
     return list(held_out[-config.ppo.evaluate_prompts :])
 
 
@@ -130,6 +131,7 @@ def data_of_ancestors(
         CorruptArtifact: One of them is in no store any more, is damaged, or is in another store that refuses
             the access.
     """
+    # By manifests, and not by the registry, where versions can be deleted (decision 37).
     found: dict[tuple[str, str], Path] = {}
     waiting = [(artifacts, used) for used in _used(made)]
     seen: set[tuple[str, str]] = set()

@@ -107,6 +107,8 @@ def compare_on_sets(
         least = prompts_for_margin(each.margin, config.evaluate.confidence)
         # The bound is one for shares of right answers; other rewards have a spread that is not known before.
         is_small = set(scores) <= {0.0, 1.0} and independent < least
+        # No error: an exact bound would refuse each small set, also for a policy with the same answers
+        # (decision 37).
         if is_small:
             log.warning(
                 "regression set %s: %s are too few for its margin of %g, which needs about %d: a loss of this"

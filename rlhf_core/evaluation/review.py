@@ -170,6 +170,8 @@ def win_rate_by_people(
         return None
     voted = [pair for pair in pairs if id(pair) in by_pair]
     means = [fmean(by_pair[id(pair)].values()) for pair in voted]
+    # Not a bootstrap: without a loss its lower bound is at least 0.5 for any number of votes, so two votes
+    # would pass each `register.votes_margin` (decision 37).
     rate = win_rate(means, confidence=confidence, groups=groups(voted))
     return rate.to_json() | {"pairs": len(by_pair), "votes": sum(map(len, by_pair.values()))}
 

@@ -416,6 +416,7 @@ OF_SOURCES = (
     Check("junk", _junk, "pay nothing if no answer is found"),
     AGREES,
 )
+# Of the sum alone: a format or a length is sound, and pays for nonsense of the right form (decision 8).
 OF_TOTAL = (
     Check("unused", _unused, "add a reward that reads them, such as `type: answer`, or correct yours"),
     Check("gameable", _gameable, "bound what can be repeated, and add a reward for what is wanted"),

@@ -181,6 +181,7 @@ def sample(
 
 def literals_of(code: bytes) -> tuple[str, ...]:
     """Return the first short texts that Python code contains. What a reward pays for is often among them."""
+    # From bytes, because the file may declare its encoding (PEP 263), which the parser then follows.
     constants = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     short = [each.strip() for each in constants if isinstance(each, str) and len(each) <= _LITERAL]
     # A tokenizer refuses a lone surrogate.
@@ -334,6 +335,7 @@ class Subject:
         # A value within a group is another one beside other responses.
         known = {} if self.is_grouped else self._values
         missing = [item for item in dict.fromkeys(items) if item not in known]
+        # In place: without groups, `known` is the cache itself, so no request is paid for twice.
         known |= dict(zip(missing, self.score(missing), strict=True))
         return [known[item] for item in items]
 
@@ -510,6 +512,7 @@ class View:
         """Whether right responses get more than those that are right for another row, in some rows at
         least, and hardly ever less.
         """
+        # Measured and not declared, so that a broken verifier cannot pass as a format (decision 8).
         worse = [i for i, gap in self._gaps.items() if gap < -_READS * self._range]
         # Four times as many as the other way round: noise tells rows apart in both directions.
         return len(self.told_apart) > max(_READS * len(self.wrong), 4 * len(worse))

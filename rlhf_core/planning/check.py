@@ -294,6 +294,7 @@ def _misfits(config: PipelineConfig, hardware: Hardware, stages: Collection[Stag
         changes = advise(config, shape, hardware, stages)
     fix = "use a smaller model or more memory" if hardware.device.is_cpu else "use more or larger GPUs"
     if changes is not None:
+        # Quoted, because it is pasted into a shell: a section as `ppo.lora={r: 16, alpha: 32}` has blanks.
         fix = f"it fits with {shlex.join(changes)}"
     return "\n".join(problems) + f"; {fix}", ""
 

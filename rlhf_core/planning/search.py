@@ -348,6 +348,7 @@ def difference(config: PipelineConfig, changed: PipelineConfig) -> Changes:
 
 
 def _tree(config: PipelineConfig) -> dict[str, Any]:
+    # By alias, because the names become overrides: `register_` is `register` there.
     return config.model_dump(mode="json", by_alias=True)
 
 
@@ -518,6 +519,7 @@ def _with_ranks(ppo: PPOConfig, colocate: str, ranks: int | None) -> PPOConfig:
         # NCCL refuses two processes on one GPU, and `ipc` passes handles of memory of one GPU.
         values["weight_sync.backend"] = "auto"
     if ranks is not None:
+        # Different numbers are kept where they are configured, and not proposed (decision 29).
         values |= {"policy_deepspeed.ranks": ranks, "critic_deepspeed.ranks": ranks}
     if ranks is not None and ppo.uses_reward_model and not ppo.uses_critic:
         # Without a critic the reward model has a group of its own (`config.placement.plan`).
@@ -606,6 +608,8 @@ def _of_evaluation(config: PipelineConfig, shape: ModelShape, hardware: Hardware
 
 def _numbers(configured: Any, limit: int) -> list[Any]:
     """Return the configured number, `limit`, and the powers of two below it, down to an eighth."""
+    # Coarse, as the estimate is: 400 to 8,000 candidates of a stage, of which none has to be dropped
+    # (decision 29).
     powers = [2**exponent for exponent in range(limit.bit_length()) if 8 * 2**exponent >= limit]
     return list(dict.fromkeys((configured, *powers, limit)))
 
