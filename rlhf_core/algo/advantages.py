@@ -59,6 +59,7 @@ def token_rewards(
     # Not the last column: rows are padded, and a mask can have gaps.
     tokens_from_here = mask.flip(1).cumsum(1).flip(1)
     is_last = mask & (tokens_from_here == 1)
+    # Not a product with `is_last`: a response without a score has NaN, and all its tokens would get NaN * 0.
     return torch.where(is_last, scores.unsqueeze(1), 0.0) - kl_coef * select(kl_BT, mask)
 
 

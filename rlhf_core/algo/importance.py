@@ -61,6 +61,7 @@ def importance_weights(
         weights = torch.where((w < low) | (w > high), 0.0, w)
     elif kind == "sequence-mask":
         tokens = valid.sum(dim=1, keepdim=True).clamp(min=1)
+        # From logarithms: the product of the weights of a long row leaves the range of float32.
         geometric_mean = (log_w.sum(dim=1, keepdim=True) / tokens).exp()
         weights = torch.where((geometric_mean < low) | (geometric_mean > high), 0.0, w)
     else:

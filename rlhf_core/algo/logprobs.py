@@ -79,6 +79,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs.masked_fill_(labels < 0, 0.0)
 
     @staticmethod
+    # The backward pass has no graph of its own, because it writes in place. With this, a second derivative is
+    # an error instead of a wrong number.
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor) -> tuple[Tensor, None, None]:
         logits, labels = ctx.saved_tensors
@@ -132,6 +134,7 @@ def _check(logits: Tensor, temperature: float) -> None:
 
 def _flat(logits: Tensor) -> Tensor:
     """Return logits as [N, V] if that is a view. A slice such as `logits[:, :-1]` keeps its axes."""
+    # Of other logits `reshape` makes a copy, which would be a second one of the largest tensor of a step.
     if logits.dim() == 1 or logits.is_contiguous():
         return logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     return logits

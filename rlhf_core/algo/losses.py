@@ -99,6 +99,7 @@ def aggregate(
         tokens_B = mask.bool().sum(dim=1)
         per_row = x.sum(dim=1)
         if mode == "seq-mean-token-mean":
+            # A row without tokens would be 0 / 0, and its NaN that of the whole batch.
             per_row = per_row / tokens_B.clamp(min=1)
         total = per_row.sum()
         count = (tokens_B > 0).sum()
@@ -164,6 +165,8 @@ def policy_loss(
     ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    # Where both are equal, as at ratio 1, torch gives each of them half of the gradient. The halves add up to
+    # the whole, because `clamp` passes the gradient on between its bounds and at them.
     per_token = torch.maximum(plain, clipped)
     if dual_clip is not None:
         # Only there: where A > 0, the clip has bounded the loss already.
@@ -190,6 +193,8 @@ def sequence_policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
+    # The ranges of the paper's experiments. They are far below PPO's, because the mean over the tokens of a
+    # response varies much less than a single token.
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
     weights: Tensor | None = None,
@@ -320,6 +325,8 @@ def value_loss(
         loss = aggregate(plain / 2, mask, aggregation, denominator)
         return ValueLoss(loss, torch.zeros_like(loss))
     clipped = (old + (new - old).clamp(-clip, clip) - returns).square()
+    # The larger error, as in OpenAI's baselines (ppo2): a value that is nearer to its return by more than
+    # `clip` gets no gradient, and one that has moved away from it keeps its own.
     loss = aggregate(torch.maximum(plain, clipped) / 2, mask, aggregation, denominator)
     return ValueLoss(loss, masked_mean((clipped > plain).to(plain.dtype), mask))
 
@@ -442,6 +449,7 @@ def dpo_loss(
         denominator: Number of pairs of the whole optimizer step.
     """
     h = beta * _gap(policy_chosen_B, policy_rejected_B, ref_chosen_B, ref_rejected_B)
+    # logsigmoid(-h) and not log(1 - sigmoid(h)), which is log 0 in float32 for h above about 17.
     per_pair = -(1.0 - label_smoothing) * logsigmoid(h) - label_smoothing * logsigmoid(-h)
     return _mean_of_pairs(per_pair, denominator)
 
@@ -517,6 +525,8 @@ def _gap(
     policy_chosen_B: Tensor, policy_rejected_B: Tensor, ref_chosen_B: Tensor, ref_rejected_B: Tensor
 ) -> Tensor:
     """Return [B]: log-ratio of policy over reference of the chosen response, minus that of the rejected."""
+    # In float32 before the difference: the sums of long responses are in the hundreds, where neighbouring
+    # numbers of bfloat16 are 1 or more apart.
     policy_gap = as_float(policy_chosen_B) - as_float(policy_rejected_B)
     return policy_gap - (as_float(ref_chosen_B) - as_float(ref_rejected_B)).detach()
 

@@ -128,6 +128,7 @@ def is_reachable(text: str, *, only_numbers: bool = False) -> bool:
     """
     if only_numbers and number(canonical(text)) is None:
         return False
+    # An answer with unbalanced braces ends its own box early or leaves it open.
     return boxed(rf"\boxed{{{text}}}") == text.strip() and same_answer(text, text)
 
 

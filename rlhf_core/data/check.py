@@ -109,6 +109,7 @@ def with_assumed_limits(config: PipelineConfig) -> PipelineConfig:
                 if not isinstance(record, BadRow):
                     lengths.add(name, estimated_lengths(record.record, name))
                     records += 1
+        # Rows in a bucket or on the hub can have any length. With the least ones, a plan would be too small.
         if records == 0:
             unmeasured = _ASSUMED
     return config.with_limits(

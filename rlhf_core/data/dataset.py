@@ -83,6 +83,7 @@ class Rows(Sequence[_T]):
     def __getitem__(self, index: int | slice) -> _T | list[_T]:
         if isinstance(index, slice):
             return list(map(self._make, range(self._count)[index]))
+        # By a range, which takes negative indices and raises the IndexError that ends an iteration.
         return self._make(range(self._count)[index])
 
 
@@ -206,6 +207,7 @@ def _answer_warnings(
     field, count = source.field, len(prompts)
     values = [field_value(prompt.meta, field) for prompt in prompts]
     without = [prompt for prompt, value in zip(prompts, values, strict=True) if value is None]
+    # All of them, whatever `most` allows: then it is the name of the field that is wrong.
     if without and (len(without) == count or len(without) > most * count):
         raise DataError(
             f"{where}: type answer needs the field {field!r} in every prompt row; {len(without)} of"
@@ -339,6 +341,8 @@ def _open(folder: Path, name: str, split: Split, work: Path, make: Callable[...,
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             log.info("%s cannot be locked: %s", lock.name, error)
+        # Under this name the file is always whole, because `replacing` renames it at its end. Without a lock,
+        # processes therefore only do the work several times.
         if not mapped.exists():
             with replacing(mapped) as part:
                 _write_columns(folder, name, split, part)

@@ -24,6 +24,7 @@ def by_difficulty(prompts: Sequence[PromptExample], settings: DifficultyConfig) 
     unknown = 0
     for number, prompt in enumerate(prompts):
         rate = prompt.meta.get(settings.field)
+        # `bool` is a subclass of `int`: a field such as `solved: true` is no pass rate of 1.
         if isinstance(rate, bool) or not isinstance(rate, int | float) or math.isnan(rate):
             unknown += 1
         elif settings.min <= rate <= settings.max:

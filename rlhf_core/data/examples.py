@@ -384,6 +384,7 @@ def to_record(
             )
         group = own_group(record)
     except RowError as error:
+        # With `default`: rows of Parquet files have values that JSON does not have, such as dates and bytes.
         return BadRow(row.file, row.line, str(error), json.dumps(row.data, default=str)[:500])
     except RecursionError:
         return BadRow(row.file, row.line, "nested too deeply", "")
@@ -436,6 +437,8 @@ def join_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> dict[SetNa
         return parent
 
     def join(first: str, second: str) -> None:
+        # By name and not by size, which a union-find usually takes: sizes depend on what was joined before,
+        # and the name of the root decides on which side of the split a group is.
         smaller, larger = sorted((root(first), root(second)))
         parents[larger] = smaller
 

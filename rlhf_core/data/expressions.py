@@ -92,6 +92,7 @@ class _Comparer:
 
         Raises InfrastructureError if the process has ended for another reason.
         """
+        # Replies have no number: of two threads, each could read the reply to the other one.
         with self._lock:
             try:
                 self._channel.write(json.dumps([given, wanted]) + "\n")

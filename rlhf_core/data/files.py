@@ -62,6 +62,7 @@ _SPLITS = {
     "evaluation": "test",
 }
 """Words that name a split in the name of a file or folder, as `datasets` knows them."""
+# Not `\b`, for which `_` and digits are part of a word: `train_sft` and `dev2` name a split as well.
 _SPLIT_WORD = re.compile(rf"(?<![^\W\d_])({'|'.join(_SPLITS)})(?![^\W\d_])", re.IGNORECASE)
 
 

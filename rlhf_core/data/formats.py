@@ -340,6 +340,7 @@ def _renamed(row: Mapping[str, Any], rename: Mapping[str, str]) -> Mapping[str, 
 
 def _detect(row: Mapping[str, Any], *, demonstration: bool) -> Format:
     """Return the format with the most fields among those that the row has."""
+    # Null counts as absent: a row of a Parquet file has all columns of the file.
     has = {name for name in row if row[name] is not None}
     if "chosen" in has or "rejected" in has:
         return "preference"

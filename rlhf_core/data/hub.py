@@ -63,6 +63,7 @@ def cached_card(repo: str, revision: str, kind: Literal["model", "dataset"] = "m
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, "README.md", revision=revision, repo_type=kind)
+    # Not `is not None`: huggingface_hub returns an object of its own for a file that is known to be absent.
     return Path(found) if isinstance(found, str) else None
 
 

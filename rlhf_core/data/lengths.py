@@ -47,6 +47,8 @@ def measured(given: GivenLimits, context: int) -> Limits:
     return Limits(
         prompt=most if given.prompt is None else max(given.prompt, _LEAST_MEASURED),
         response=most if given.response is None else max(given.response, _LEAST_MEASURED),
+        # One token more, so that a text that is cut there counts as longer than the limit, and one that
+        # just fits does not.
         text=(most if given.text is None else min(given.text, context)) + 1,
         new=0,
     )
@@ -91,6 +93,7 @@ class Lengths:
         """
         rows: list[dict[str, Any]] = []
         needed = self.needed(given)
+        # Not strict: `Limits.new`, the last one, limits no rows.
         for name, limit in zip(_FIELDS, limits, strict=False):
             for set_name, lengths in self.of[name].items():
                 ordered = sorted(lengths)
@@ -154,6 +157,7 @@ class Lengths:
         of_field = dict(zip((*_FIELDS, NEW), given, strict=True))
         limit = dict(zip(_FIELDS, limits, strict=False))[name]
         if of_field[name] is not None:
+            # 2**31 stands for a model without a limit of its own, as in `prepare` and `check`.
             context = f"; the model's context is {self.context}" if self.context < 2**31 else ""
             return f"raise it: {self._needed_for(name, sets)}{context}"
         if self._source(name, given, limits, self.needed(given)) == "the context":

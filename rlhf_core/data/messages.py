@@ -138,6 +138,7 @@ def tools_of(value: Any, name: str = "'tools'") -> str:
         raise RowError(f"{name} must be a list of functions, or its JSON text; got {json_type(tools)}")
     functions = []
     for index, tool in enumerate(tools):
+        # xLAM has the functions alone, without the object around each that chat templates read.
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RowError(f"{name}[{index}] must be a function with a 'name'")

@@ -118,6 +118,7 @@ def _delete_old(folder: Path) -> None:
 def _common(encoder: Encoder, bounds: Limits) -> bytes:
     """Return everything that the tokens of all parts follow from, besides their rows."""
     code = hashlib.sha256()
+    # The source and not a number, which somebody would forget to raise after a change of the encoding.
     for file in sorted(Path(__file__).parent.glob("*.py")):
         code.update(file.read_bytes())
     libraries = list(map(version, ("transformers", "tokenizers", "jinja2")))
@@ -240,6 +241,8 @@ def _start(parent: int, given: tuple[Any, Any, str, Limits]) -> None:
     die_with_parent(signal.SIGKILL)()
     if os.getppid() != parent:  # it ended before
         os._exit(1)
+    # Ctrl-C reaches all processes of the terminal. The parent ends the workers. Without this, each of them
+    # would write a traceback of its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.disable(logging.WARNING)  # the parent has logged what the template does
     _given = given

@@ -98,6 +98,8 @@ def prepare(
     """
     contents = source_contents(config)
     digests = {name: source.digest for name, source in contents.items()} | model_digests(config)
+    # `read_rows` compares the files with `contents`. This compares `contents` with the key of the stage,
+    # which was made before.
     require_unchanged(digests, key_digests or {}, config)
     prepared = read_and_encode(config, out, progress, contents, parts)
     failpoint("data.encoded")
@@ -505,6 +507,7 @@ def _split(
         if excess > 0:
             del evaluation[config.data.max_eval :]
             counts[name].dropped["held out beyond data.max_eval"] += excess
+        # Not the held-out rows: their copies would count as independent outcomes in each evaluation.
         train = _weighted(config, name, train, counts[name])
         counts[name].train, counts[name].eval = len(train), len(evaluation)
         splits[name] = {"train": train, "eval": evaluation}
@@ -525,6 +528,7 @@ def _weighted(
         rows = [at for at, item in enumerate(train) if item.example.source == shown_name]
         if not rows:
             continue
+        # At least one: a small source with a small weight would otherwise be left out without a word.
         used = max(1, round(source.weight * len(rows)))
         whole, rest = divmod(used, len(rows))
         rows.sort(key=lambda at: split_position(config.data.split_seed, f"weight\x1f{train[at].text}"))

@@ -112,6 +112,7 @@ def memory_limit(spare: int) -> Iterator[None]:
         yield
         return
     limits = resource.getrlimit(resource.RLIMIT_AS)
+    # At offset 0, where each read makes the content anew. A read further on would find the end of the file.
     used = int(os.pread(statistics, 64, 0).split()[0]) * resource.getpagesize()
     if limits[0] != resource.RLIM_INFINITY:
         # A limit that the process already has is not raised.

@@ -425,6 +425,8 @@ def _unwritten(file: str, stream: IO[bytes]) -> Generator[None]:
         try:
             yield
         finally:
+            # Also in place of an error of the parser: a file that is being written often ends within a row,
+            # and then the writer is the reason and not the row.
             after = os.fstat(descriptor)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise DataError(f"{file} {_CHANGED.format('reading it began')}")

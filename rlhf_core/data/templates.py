@@ -183,6 +183,7 @@ class Encoder:
             body = whole.ids[len(prompt) :]
             if not any(whole.mask[len(prompt) :]):
                 raise EncodeError("the chat template leaves the assistant's text out")
+        # Sampling ends at the first EOS: what a template writes after it is in no response of the policy.
         if self.eos_id in body:
             body = body[: body.index(self.eos_id)]
         if not body:

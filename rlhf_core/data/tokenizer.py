@@ -96,6 +96,7 @@ def _add_bos(tokenizer: Any, path: str, revision: str | None) -> None:
     bos, number = tokenizer.bos_token, tokenizer.bos_token_id
     if settings.get("add_bos_token") is not True or number is None:
         return
+    # Asked by an example, because processors of several kinds in tokenizer.json can add BOS.
     if tokenizer("a")["input_ids"][:1] == [number]:
         return
     steps = [processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, number)])]

@@ -79,6 +79,7 @@ def _targets(lm: Any, lora: LoraConfig, section: str = "") -> tuple[str, ...]:
             f"{section}lora.targets: {type(lm).__name__} has no linear layer {', '.join(wrong)} in its"
             f" decoder; use some of {', '.join(sorted(linear))}"
         )
+    # Sorted, because the order of a set of texts differs from process to process.
     return tuple(sorted(lora.targets or linear))
 
 

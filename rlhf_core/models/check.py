@@ -223,6 +223,7 @@ def _weights(folder: ModelFolder) -> Iterator[Finding]:
     except ModelError as error:
         yield error
         return
+    # A single file is there, or is a link to nothing, for which `read_header` has the better message.
     is_sharded = files != [folder.root / "model.safetensors"]
     missing = [file.name for file in files if not file.exists()]
     if is_sharded and missing:

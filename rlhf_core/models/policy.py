@@ -224,4 +224,5 @@ def _checked(lm: Any) -> Any:
 def is_config_only(folder: Path | str) -> bool:
     """Return whether `path` is a local folder with a `config.json` but without weights."""
     path = Path(folder)
+    # Nor an index of shards: a folder that has lost its weights must not get random ones.
     return (path / "config.json").is_file() and not any(path.glob("*.safetensors*"))

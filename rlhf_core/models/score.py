@@ -103,6 +103,7 @@ class ScoreModel(nn.Module):
         head = self.lm.score.weight
         scale = self.statistics.std / weight
         # A power of two divides the weights of every precision exactly.
+        # `abs`, because a reward model can have a negative weight in the score.
         divisor = scale if head.dtype == torch.float32 else 2.0 ** round(math.log2(abs(scale)))
         with torch.no_grad():
             head.div_(divisor)
@@ -180,6 +181,7 @@ def load_score_model(
             f" {OTHER_MODEL}"
         )
     # In place of the `initializer_range` with which transformers fills a missing head.
+    # The variance is that of Stiennon et al. 2020, "Learning to summarize from human feedback".
     if from_causal:
         nn.init.normal_(
             model.score.weight, std=1.0 / math.sqrt(model.config.get_text_config().hidden_size + 1)

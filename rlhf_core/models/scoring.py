@@ -234,5 +234,6 @@ def _store(
     results: list[torch.Tensor], micro_batch: Sequence[int], batch: TokenBatch, values_N: torch.Tensor
 ) -> None:
     # A dummy pass has an empty micro-batch and one empty part.
+    # Copied before it is split: each copy to the host waits for the GPU.
     for i, values in zip(micro_batch, batch.split(values_N.cpu()), strict=False):
         results[i] = values

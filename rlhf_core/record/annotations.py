@@ -28,6 +28,7 @@ SCORE = pa.field("score", pa.float64())
 LABELS = pa.schema([*KEYS, SCORE, ("label", pa.string()), ("note", pa.string())])
 """Columns of an annotation with texts, which has no scores if a person wrote it."""
 
+# A name is that of a file and the end of a key: it must not lead out of its folder, nor hide the file.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _WRITER = b"rlhf.writer"
 

@@ -169,6 +169,7 @@ class AnswerRecord:
 
     def note(self, column: str, answers: Iterable[RewardInput], values: Iterable[float]) -> None:
         """Set a column of these answers. For others, it is null."""
+        # By identity: equal answers, such as those of two models to one prompt, are rows of their own.
         self._noted.setdefault(column, {}).update(zip(map(id, answers), values, strict=True))
 
     def save(self, context: StageContext) -> None:

@@ -159,6 +159,7 @@ def scripted_trainers(kind: type[ScriptedTrainer] = ScriptedTrainer) -> Iterator
         started.append(kind(*args, **options))
         return started[-1]
 
+    # In the module that uses it, which imports the class when it is loaded itself.
     with mock.patch("rlhf_core.stages.training.TrainingEngine", start):
         yield started
 
