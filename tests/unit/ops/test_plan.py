@@ -297,7 +297,7 @@ def test_large_changes_are_found_where_no_small_change_makes_it_fit() -> None:
 def test_doubtful_settings_are_shown_before_the_plan_and_are_in_the_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rows = "data.synthetic={sft_examples: 100, pairs: 100, prompts: 100}"
+    rows = "data.synthetic={sft_examples: 100, pairs: 100, prompts: 200}"
     command = ["plan", str(CONFIGS / "demo.yaml"), rows, "ppo.kl.estimator=k3"]
     main(command)
     assert capsys.readouterr().out.startswith("warning: ppo.kl.estimator: k3 in the reward")
