@@ -124,7 +124,8 @@ def test_a_file_that_another_process_deletes_does_not_keep_the_rest(
 ) -> None:
     for number in range(5):
         store.put_bytes(f"a/{number}", b"1")
-    unlink, gone = os.unlink, []
+    unlink = os.unlink
+    gone: list[Any] = []
 
     def race(path: Any, **options: Any) -> None:
         unlink(path, **options)
