@@ -88,6 +88,11 @@ def wait_until(true: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def wait_until_shown(stacks: Path) -> None:
+    # On a busy machine, a process that is alive writes it after `diagnose` has stopped to wait.
+    wait_until(lambda: "known_function" in stacks.read_text())
+
+
 @pytest.fixture
 def monitor(tmp_path: Path) -> Iterator[Monitor]:
     with Monitor(tmp_path / "stacks") as monitor:
@@ -110,9 +115,7 @@ def test_only_a_participant_without_progress_is_stalled(monitor: Monitor, start:
         f'(process {stalled}) has made no progress in "step 0" for '
     )
     for name in ("training_rank_1", "engine_0", "engine_1"):
-        stacks = monitor.folder / f"{name}.stacks"
-        # On a busy machine, those that are alive write it after `diagnose` has stopped to wait.
-        wait_until(lambda file=stacks: "known_function" in file.read_text())
+        wait_until_shown(monitor.folder / f"{name}.stacks")
 
 
 def test_suspended_participant_is_reported_before_stalled_one(monitor: Monitor, start: Start) -> None:
@@ -124,7 +127,7 @@ def test_suspended_participant_is_reported_before_stalled_one(monitor: Monitor, 
     assert isinstance(error, WorkerStuck)
     assert f"policy rank 1 (process {suspended}) has been suspended (SIGSTOP) for " in error.message
     assert "critic" not in error.message
-    wait_until(lambda: "known_function" in (monitor.folder / "critic_rank_0.stacks").read_text())
+    wait_until_shown(monitor.folder / "critic_rank_0.stacks")
     assert "suspended" in (monitor.folder / "policy_rank_1.stacks").read_text()
 
 
