@@ -319,7 +319,7 @@ def _rehearse(
             say=lambda text: console.print(f"rehearsing: {text}", markup=False),
         )
     except InputError:
-        if folder is None:
+        if folder is None and not (place / "run.log").exists():
             shutil.rmtree(place)
         raise
     _show_rehearsal(found, config, "the checks pass" if checks else "would run", console)

@@ -249,6 +249,6 @@ def _is_start(given: Given) -> bool:
         return False
     name = given.model.rstrip("/").rpartition("/")[2].lower()
     # `-it` is the ending of Gemma's models that follow instructions.
-    if re.search(r"instruct|chat|-it\b", name):
+    if re.search(r"instruct|chat|-it(?![a-z])", name):
         return True
     return given.pairs is None and exists(given.model) and ModelFolder(given.model).has_chat_template

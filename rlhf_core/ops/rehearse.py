@@ -127,14 +127,16 @@ def rehearse(
         raise InputError(f"the configuration of the rehearsal is not valid: {error.message}") from error
     plan = _planned(found, path, overrides, gpus, model)
     say("store, registry, rows and rewards")
-    if _check(found, config, given, place) and run:
-        say(f"rlhf run {file}, killed once; log {place / 'run.log'}")
-        _run(found, config, place, [*run, str(file)], seconds)
+    try:
+        if _check(found, config, given, place) and run:
+            say(f"rlhf run {file}, killed once; log {place / 'run.log'}")
+            _run(found, config, place, [*run, str(file)], seconds)
+    finally:
+        if given.store.url is not None:
+            Store(given.store.url, given.store.endpoint).delete_prefix(derived.prefix)
     if plan is not None:
         found.warnings = plan.warnings
         found.plan = dict(_compared(plan, found))
-    if given.store.url is not None:
-        Store(given.store.url, given.store.endpoint).delete_prefix(derived.prefix)
     found.seconds = time.monotonic() - started
     # The user knows their own files, not those of the rehearsal.
     for own, users in derived.copies.items():

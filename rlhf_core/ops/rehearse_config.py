@@ -9,6 +9,7 @@ import heapq
 import json
 import math
 import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -73,7 +74,7 @@ class Derivation:
         self.copies: dict[str, str] = {}
         """The address in the configuration of each file and folder that stands for it here."""
         # Two rehearsals can have one store.
-        self.prefix = f"rehearsal/{place.name}"
+        self.prefix = f"rehearsal/{uuid.uuid4().hex[:12]}"
         """Where the objects of the rehearsal are, below `store.url` of the run."""
         self._given, self._place, self._model = given, place, model
         self._of_machine()

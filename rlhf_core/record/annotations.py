@@ -93,9 +93,13 @@ def annotations_of(artifacts: ArtifactStore, ref: ArtifactRef, name: str | None 
     """
     store, files = artifacts.store, {}
     copies = annotations_copy(artifacts.cache / f"artifacts-{ref.kind}-{ref.key}-{ref.digest[:12]}")
-    for key in store.list(_folder(ref)):
-        if name not in (None, PurePosixPath(key).stem):
-            continue
+    if name is None:
+        keys = store.list(_folder(ref))
+    else:
+        # Not from a listing, which can be late: what is written next would replace what it lacks.
+        own = f"{_folder(ref)}/{name}.parquet"
+        keys = [own] if store.exists(own) else []
+    for key in keys:
         file = store.local_path(key)
         if file is None:
             file = copies / PurePosixPath(key).name

@@ -9,7 +9,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rlhf_core.errors import StoreError
 from rlhf_core.system.files import TEMPORARY, create_once, linked, read_bounded, replacing
@@ -130,10 +130,8 @@ class LocalFiles:
             # As in a bucket, where a prefix can be a key itself.
             if path.is_file():
                 path.unlink(missing_ok=True)
-            # Where another process deletes a file at the same time, `rmtree` ends early.
-            while path.exists():
-                with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(path)
+            else:
+                shutil.rmtree(path, onerror=_unless_it_is_gone)
 
     def abort_multipart_uploads(self, prefix: str) -> None:
         """Do nothing: a local file is never uploaded in parts."""
@@ -161,3 +159,9 @@ def _raise_unless_missing(error: OSError) -> None:
     """Raise an error that `os.walk` would otherwise ignore, such as ESTALE, with all files of the folder."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
+
+
+def _unless_it_is_gone(function: object, path: str, failure: Any) -> None:
+    """Raise the error of `shutil.rmtree`, unless another process has deleted the file."""
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]

@@ -36,6 +36,8 @@ _PAGE = 50
 _PARTING = 10
 _SAMPLE = 1000
 """Responses of each group whose phrases are counted."""
+_LONGEST_NOTE = 2000
+"""Characters of a note, as in the form."""
 _EDGE = 10
 """The first and the last of this many equal parts of the steps are compared."""
 _FILTER = ("min:", "max:", "run", "prompt", "source", "excluded", "guard", "model", "label", "person", "text")
@@ -101,8 +103,9 @@ class Pages:
 
     def label(self, form: Mapping[str, str]) -> None:
         """Keep the label and the note of a form. Raises InputError as `Rollouts.label`."""
-        said = [form.get(name, "").strip() for name in ("by", "label", "note")]
-        self.rollouts.label(_key(form.get("response", "")), *said)
+        by, label, note = (form.get(name, "").strip()[:_LONGEST_NOTE] for name in ("by", "label", "note"))
+        # In lower case: DuckDB has one column for two names that differ in case only.
+        self.rollouts.label(_key(form.get("response", "")), by.lower(), label, note)
 
     def phrases(self, query: Mapping[str, str]) -> str:
         """Return the phrases that became more frequent.

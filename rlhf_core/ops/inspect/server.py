@@ -98,6 +98,7 @@ def make_app(opened: Mapping[Kind, Rollouts], token: str) -> ASGIApp:
     root = f"/{token}"
     pages = {kind: Pages(rollouts, root, tuple(opened)) for kind, rollouts in opened.items()}
     first_kind, first_pages = next(iter(pages.items()))
+    labelling = asyncio.Lock()
 
     def first(request: Request) -> Response:
         return RedirectResponse(f"{root}/{first_kind}/{next(iter(first_pages.names))}", headers=_HEADERS)
@@ -112,7 +113,8 @@ def make_app(opened: Mapping[Kind, Rollouts], token: str) -> ASGIApp:
         try:
             if request.method == "POST":
                 form = parse_qsl((await request.body()).decode(errors="replace"))
-                of_kind.label(dict(form))  # in this thread: one label after another
+                async with labelling:  # each label is written after what is there has been read
+                    await asyncio.to_thread(of_kind.label, dict(form))
                 return RedirectResponse(f"{request.url.path}?{request.url.query}", 303, headers=_HEADERS)
             return _html(await asyncio.to_thread(getattr(of_kind, name), request.query_params), 200)
         except RLHFError as error:

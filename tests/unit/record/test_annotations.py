@@ -18,12 +18,13 @@ import pytest
 
 from rlhf_core.errors import InputError
 from rlhf_core.ops.prune import remove, remove_copy, stale_copies
-from rlhf_core.record.annotations import annotate, annotations_of
+from rlhf_core.record.annotations import annotate, annotations_of, label_response
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.inventory import ArtifactName, read_artifact
 from rlhf_core.system.home import Home
 from rlhf_core.types import ArtifactRef
+from tests.support.late_listings import LateListings
 from tests.support.old_runs import OldRuns, key_of
 from tests.support.scripted_store import ScriptedStore
 
@@ -71,6 +72,16 @@ def test_the_same_writer_replaces_and_another_one_is_refused(
     with pytest.raises(InputError, match=r"gold of ppo/.* is of rescore; choose another name"):
         annotate(artifacts, ref, "gold", rows(3.0), "review")
     assert pq.read_table(annotations_of(artifacts, ref)["gold"])["score"].to_pylist() == [2.0]
+
+
+def test_a_label_that_a_listing_lacks_is_kept(artifacts: ArtifactStore, ref: ArtifactRef) -> None:
+    late = LateListings(artifacts.store.url)
+    late.hidden = "annotations"
+    delayed = ArtifactStore(late, cache=artifacts.cache)
+    for index in (0, 1):
+        said = {"kind": "ppo", "step": 1, "index": index, "label": "hack", "note": ""}
+        file = label_response(delayed, ref, "ann", said)
+    assert pq.read_table(file)["index"].to_pylist() == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "ä", "a" * 65, "a\n"])
