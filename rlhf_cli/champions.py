@@ -161,13 +161,14 @@ def _serve(
         port: Port to listen on.
         vllm: All that follows goes to vLLM, such as --vllm --max-model-len 2048.
     """
-    from rlhf_core.ops.serve import serve_command, serve_environment, tokenizer_alone
     from rlhf_core.run.registered_policies import open_policy
     from rlhf_core.system.serving import bind
 
     # vLLM binds the address again, after it has imported its packages.
     bind(host, port).close()
     opened = open_policy(policy, home, endpoint)
+    from rlhf_core.ops.serve import serve_command, serve_environment, tokenizer_alone
+
     # The user's options come last, because vLLM's parser takes the last value of an option.
     more = ["--tokenizer", str(tokenizer_alone(opened, home)), *vllm]
     command = serve_command(opened, host, port, more)

@@ -106,7 +106,7 @@ class ClusterNodes:
         """The stage and the later ones of its run, for `check`."""
         self.output = output
         self.checkpoint_bytes = (0, 0)
-        """Bytes of a checkpoint of the stage, see `planning.checkpoints.checkpoint_bytes`. The first `join`
+        """Bytes of a checkpoint of the stage, see `planning.loads.checkpoint_bytes`. The first `join`
         checks the space of each host for its part.
         """
         self._has_space = False

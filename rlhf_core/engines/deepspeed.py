@@ -416,7 +416,7 @@ class TrainingEngine:
 
     @property
     def checkpoint_bytes(self) -> tuple[int, int]:
-        """Approximate bytes of a checkpoint of all ranks (see `planning.checkpoints`), and those that rank 0
+        """Approximate bytes of a checkpoint of all ranks (see `planning.loads`), and those that rank 0
         alone writes. Frozen weights under an adapter are left out.
         """
         copies = sum(copy.bytes_per_parameter for copy in self._copies)

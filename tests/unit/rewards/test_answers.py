@@ -28,7 +28,8 @@ from rlhf_core.data import expressions
 from rlhf_core.data.answers import boxed, gold_answers, same_answer
 from rlhf_core.data.dataset import require_answers
 from rlhf_core.errors import DataError, InfrastructureError
-from rlhf_core.rewards.rules import evaluate_rule, final_number, is_right
+from rlhf_core.rewards.answers import final_number, is_right
+from rlhf_core.rewards.rules import evaluate_rule
 from rlhf_core.types import PromptExample, RewardInput
 
 # Responses with the row's answer. Grouped by where the answer stands or how it is written.
