@@ -50,7 +50,7 @@ REMOVED = {
     "backoff": "it is 1 s; leave it out",
     "dispatch": "leave it out",
     "logprob_gap_limit": "it is half of ppo.weight_sync.canary_tolerance; set that instead",
-    "max_restarts": "it is 3; leave it out",
+    "ppo.engine.max_restarts": "it is 3; leave it out",
     "optimizer.eps": "it is 1e-8; leave it out",
     "ppo.critic.eps": "it is 1e-8; leave it out",
     "ppo.policy.eps": "it is 1e-8; leave it out",

@@ -45,7 +45,7 @@ _SHOWN = 5
 _PENDING = "<span>promotion <b>decided after this page: see the page of the run in MLflow</b></span>"
 # Control characters except tab and newline, marks that change the direction of text, byte order marks and
 # surrogates, which UTF-8 cannot encode.
-_INVISIBLE = re.compile(
+INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 
@@ -220,7 +220,7 @@ def _finalize(value: Any) -> Any:
 
 
 def _visible(text: str) -> str:
-    return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", text)
+    return INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _verdict(rate: Mapping[str, float], title: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from tokenizers.decoders import DecodeStream
 
 from rlhf_core.config.redact import without_secret_values
 from rlhf_core.errors import InputError
-from rlhf_core.evaluation.report import environment
+from rlhf_core.evaluation.report import INVISIBLE, environment
 from rlhf_core.ops.finished_run import Kind
 from rlhf_core.ops.inspect import queries
 from rlhf_core.ops.inspect.rollouts import Filter, Key, Rollouts, Row, bounded, whole
@@ -103,7 +103,9 @@ class Pages:
 
     def label(self, form: Mapping[str, str]) -> None:
         """Keep the label and the note of a form. Raises InputError as `Rollouts.label`."""
-        by, label, note = (form.get(name, "").strip()[:_LONGEST_NOTE] for name in ("by", "label", "note"))
+        # The form shows invisible characters as others, and would send those back.
+        texts = [INVISIBLE.sub("", form.get(name, "")).strip() for name in ("by", "label", "note")]
+        by, label, note = (text[:_LONGEST_NOTE] for text in texts)
         # In lower case: DuckDB has one column for two names that differ in case only.
         self.rollouts.label(_key(form.get("response", "")), by.lower(), label, note)
 

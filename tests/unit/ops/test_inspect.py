@@ -495,7 +495,11 @@ def test_a_label_of_a_person_is_an_annotation_and_a_filter(run: Path, tmp_path: 
 
     web, page = opened("one"), "/secret/ppo/response?of=0,4,1&text=dog"
     assert "Labelled by" not in web.get("/secret/ppo/responses").text
-    for by, label, note in (("Ann", "hack", "calms"), ("bob", "fine", ""), ("ann", "<b>hack", "calms down")):
+    for by, label, note in (
+        ("Ann", "hack", "calms"),
+        ("bob", "fine\u200f", ""),
+        ("ann", "<b>hack", "calms down"),
+    ):
         form = {"response": "0,4,1", "by": by, "label": label, "note": note}
         answer = web.post(page, data=form, headers={"origin": "http://127.0.0.1"}, follow_redirects=False)
         assert (answer.status_code, answer.headers["location"]) == (303, page)
