@@ -167,6 +167,7 @@ def _serve(
     # vLLM binds the address again, after it has imported its packages.
     bind(host, port).close()
     opened = open_policy(policy, home, endpoint)
+    # After the checks above: it imports torch, which takes seconds.
     from rlhf_core.ops.serve import serve_command, serve_environment, tokenizer_alone
 
     # The user's options come last, because vLLM's parser takes the last value of an option.
