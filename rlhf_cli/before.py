@@ -70,7 +70,7 @@ def _init(
         model: Model to start from: a name on the Hugging Face hub, or a folder.
         sft: Demonstrations: rows with text, messages, or prompt and completion.
         pairs: Rows with prompt, chosen and rejected.
-        prompts: Prompts; with a field answer, right answers are rewarded.
+        prompts: Prompts; with a field answer or ground_truth, right answers are rewarded.
         goal: How the policy is trained.
         out: The file to write. Its name is the name of the run.
     """

@@ -71,7 +71,7 @@ _EMBEDDING_MULTIPLE = 8
 _REPORT_EVERY = 200
 _SAID_EVERY = 60.0
 """Seconds after which the log has the rate and the time left."""
-_FEW_STEPS = 20
+FEW_STEPS = 20
 """A model from scratch or with a new template has not learned by then to end its responses."""
 _FEW_PAIRS = 20
 """With fewer, the standard error of an accuracy is above 0.1."""
@@ -402,8 +402,8 @@ def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
     """
     demonstrations, sft = len(splits["sft"]["train"]), config.sft
     steps = math.ceil(demonstrations / sft.batch_size) * sft.epochs
-    if sft.enabled and 0 < steps < _FEW_STEPS:
-        epochs = math.ceil(_FEW_STEPS * sft.epochs / steps)
+    if sft.enabled and 0 < steps < FEW_STEPS:
+        epochs = math.ceil(FEW_STEPS * sft.epochs / steps)
         yield (
             f"sft.epochs: {demonstrations} demonstrations are only {steps} steps of SFT (sft.batch_size="
             f"{sft.batch_size}), after which responses may not end; sft.epochs={epochs} gives"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import SetName, Source
 from rlhf_core.config.messages import SCHEMA_FILE
+from rlhf_core.config.training import SFTConfig
 from rlhf_core.config.yaml import quoted
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, first_rows, list_files
 from rlhf_core.data.formats import Record
+from rlhf_core.data.prepare import FEW_STEPS
 from rlhf_core.data.templates import TOOLS_TEMPLATE
 from rlhf_core.errors import ConfigError, DataError
 from rlhf_core.models.folder import ModelFolder
@@ -24,6 +27,8 @@ from rlhf_core.system.files import exists
 Goal = Literal["ppo", "grpo", "dpo"]
 PAIRS_OF_TWO = 4000
 """Pairs that are enough for a reward model and a judge, half of them for each."""
+ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "expected_answer", "solution")
+"""Fields of the right answer in public sets of prompts; the third is that of verl."""
 SMALL, MEDIUM = 100_000_000, 3_000_000_000
 """Parameters from which the rates of the next size apply."""
 
@@ -70,8 +75,8 @@ class Given:
 class _Seen:
     """What the first rows of the local files have."""
 
-    answers: bool
-    """Whether all prompts have a field `answer`."""
+    answers: str | None
+    """The field of the right answer that all prompts have."""
     thoughts: bool
     tools: bool
 
@@ -134,17 +139,28 @@ def _seen(records: Mapping[SetName, Sequence[Record]]) -> _Seen:
         messages = [*record.messages, *record.prompt, *answers]
         thoughts = thoughts or any(message.thoughts for message in messages)
         tools = tools or bool(record.tools) or any(message.calls for message in messages)
-    answered = bool(prompts) and all(record.meta.get("answer") is not None for record in prompts)
-    return _Seen(answered, thoughts, tools)
+    for field in ANSWERS if prompts else ():
+        if all(_field(record.meta, field) is not None for record in prompts):
+            return _Seen(field, thoughts, tools)
+    return _Seen(None, thoughts, tools)
 
 
-def _check(given: Given, answers: bool) -> None:
+def _field(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a field, with dots for nested ones; None if the row has none."""
+    value: Any = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _check(given: Given, answers: str | None) -> None:
     if given.goal == "dpo" and given.pairs is None:
         raise ConfigError("--goal dpo: needs pairs (prompt, chosen, rejected); give --pairs FILE")
-    if given.goal != "dpo" and given.pairs is None and not answers:
+    if given.goal != "dpo" and given.pairs is None and answers is None:
         raise ConfigError(
             f"--goal {given.goal}: needs a reward: give --pairs FILE (prompt, chosen, rejected) to train a"
-            " reward model, or --prompts FILE whose rows have a field `answer`"
+            " reward model, or --prompts FILE whose rows have the right answer in a field"
+            f" {', '.join(ANSWERS)}"
         )
     if parse_address(given.model).kind == "local" and not exists(given.model):
         raise ConfigError(f"--model {given.model}: there is no such folder; give one, or a name on the hub")
@@ -174,7 +190,8 @@ def _data(given: Given, seen: _Seen) -> Iterator[str]:
         yield "  preference: []"
     prompts = given.prompts or given.pairs or given.sft or ""
     note = "" if given.prompts else "      # the prompts of these rows: no file of prompts was given"
-    yield f"  prompts: [{{path: {quoted(prompts)}}}]{note}"
+    rename = f", rename: {{{seen.answers}: answer}}" if seen.answers not in (None, "answer") else ""
+    yield f"  prompts: [{{path: {quoted(prompts)}{rename}}}]{note}"
 
 
 def _leaves_tools_out(given: Given, seen: _Seen) -> bool:
@@ -189,8 +206,14 @@ def _stages(given: Given, seen: _Seen) -> Iterator[str]:
     if _is_start(given):
         note = ", which has not learned data.chat_template" if _leaves_tools_out(given, seen) else ""
         yield f"sft: {{enabled: false}}    # the policy starts from the model as it is{note}"
-    elif rates is not None:
-        yield f"sft: {{optimizer: {{learning_rate: {rates.sft}}}}}"
+    else:
+        fields = [] if rates is None else [f"optimizer: {{learning_rate: {rates.sft}}}"]
+        # A tenth of the rows is held out.
+        steps = math.ceil(0.9 * _rows(given.sft or given.pairs) / SFTConfig().batch_size)
+        if 0 < steps < FEW_STEPS:
+            fields.insert(0, f"epochs: {math.ceil(FEW_STEPS / steps)}")
+        if fields:
+            yield f"sft: {{{', '.join(fields)}}}"
     yield from _reward(given, rates)
     if given.goal == "dpo":
         yield "# DPO learns from the pairs. The reward model, trained on them too, judges the result."
@@ -206,7 +229,7 @@ def _stages(given: Given, seen: _Seen) -> Iterator[str]:
         if given.goal == "ppo":
             yield f"  critic: {{learning_rate: {rates.critic}}}"
     yield "  rewards:"
-    if seen.answers:
+    if seen.answers is not None:
         yield "    - {type: answer}       # 1 if the final answer is that of the row's field `answer`"
     if given.pairs is not None:
         yield "    - {type: model}        # the reward model that is trained on the pairs"
@@ -216,8 +239,7 @@ def _reward(given: Given, rates: Rates | None) -> Iterator[str]:
     if given.pairs is None:
         yield "reward: {enabled: false}"
         return
-    address = parse_address(given.pairs)
-    pairs = sum(map(rows_of_file, list_files(address, "train"))) if address.kind == "local" else 0
+    pairs = _rows(given.pairs)
     fields = [] if rates is None else [f"optimizer: {{learning_rate: {rates.reward}}}"]
     # Not with DPO: there the reward model itself only judges, and the policy never learns from its scores.
     if pairs >= PAIRS_OF_TWO and given.goal != "dpo":
@@ -225,6 +247,14 @@ def _reward(given: Given, rates: Rates | None) -> Iterator[str]:
         fields.append("judge: {}")
     if fields:
         yield f"reward: {{{', '.join(fields)}}}"
+
+
+def _rows(path: str | None) -> int:
+    """Return the number of rows of local files; 0 of others."""
+    address = parse_address(path) if path is not None else None
+    if address is None or address.kind != "local":
+        return 0
+    return sum(map(rows_of_file, list_files(address, "train")))
 
 
 def rates_of(model: str) -> Rates | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -86,6 +87,25 @@ def test_prompts_with_answers_are_rewarded_by_them(tmp_path: Path, base: str) ->
     assert [reward.type for reward in with_pairs.ppo.rewards] == ["answer", "model"]
 
 
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"prompt": "2 + 3?", "ground_truth": "5"}, "ground_truth"),
+        (
+            {"prompt": "2 + 3?", "reward_model": {"style": "rule", "ground_truth": "5"}},
+            "reward_model.ground_truth",
+        ),
+    ],
+)
+def test_answers_of_other_names_are_renamed(
+    tmp_path: Path, base: str, row: dict[str, Any], field: str
+) -> None:
+    (tmp_path / "named.jsonl").write_text(json.dumps(row) + "\n")
+    config = loaded(tmp_path, Given(base, "grpo", "texts.jsonl", prompts="named.jsonl"))
+    assert [reward.type for reward in config.ppo.rewards] == ["answer"]
+    assert config.data.prompts[0].rename == {field: "answer"}
+
+
 def test_dpo_trains_no_policy_by_ppo_and_registers_its_own(tmp_path: Path, base: str) -> None:
     config = loaded(tmp_path, Given(base, "dpo", pairs="pairs.jsonl"))
     assert config.dpo.enabled and not config.ppo.enabled
@@ -135,6 +155,14 @@ def test_learning_rates_follow_the_size_of_the_model(tmp_path: Path, base: str) 
     config = loaded(tmp_path, Given(base, "ppo", pairs="pairs.jsonl"))
     assert config.sft.optimizer.learning_rate == 1e-3
     assert rates_of("Qwen/Qwen2.5-0.5B") is None
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(1, 20), (300, 4), (1500, 1)])
+def test_few_demonstrations_are_trained_on_until_responses_end(
+    tmp_path: Path, base: str, rows: int, epochs: int
+) -> None:
+    write(tmp_path, "rows.jsonl", *[dict[str, object](text=f"row {number}") for number in range(rows)])
+    assert loaded(tmp_path, Given(base, "ppo", "rows.jsonl", "pairs.jsonl")).sft.epochs == epochs
 
 
 @pytest.mark.parametrize(
