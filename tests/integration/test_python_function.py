@@ -149,6 +149,17 @@ def test_an_error_in_the_code_is_shown_once_and_not_retried(
         assert len(function(batch).reasons) == 32
 
 
+def test_an_error_in_the_code_of_a_function_of_groups_ends_the_run_too(file: Path) -> None:
+    batch = [sample(str(number), f"p{number // 2}") for number in range(6)]
+    with closing(PythonFunction(source(file, "wrong_field", needs_group=True))) as function:
+        with pytest.raises(InputError, match=r"fails for each response: it raised AttributeError"):
+            function(batch)
+        assert len(function(batch[:4]).reasons) == 4, "two groups are too few to know"
+    batch[2] = sample("good", "p1", bonus=None)
+    with closing(PythonFunction(source(file, "lengths", needs_group=True))) as function:
+        assert list(function(batch).reasons) == [2, 3], "the error is in the data of one group"
+
+
 def test_a_value_that_is_not_finite_is_none(by_text: PythonFunction) -> None:
     outcome = by_text([sample("nan", "p6"), sample("nan", "p7")])
     assert outcome.values[0] == 0.0
