@@ -573,8 +573,8 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                     long_rows.append(number)
                     if len(long_rows) == _MOST_LONG_ROWS:
                         raise DataError(
-                            f"{file}:{long_rows[0]}: {_TOO_LONG}, and so are {_MOST_LONG_ROWS} rows; leave them"
-                            " out"
+                            f"{file}:{long_rows[0]}: {_TOO_LONG}, and so are {_MOST_LONG_ROWS} rows; leave"
+                            " them out"
                         )
                     yield BadRow(file, number, _TOO_LONG, "")
                 else:
