@@ -134,8 +134,7 @@ def is_secret(name: str, value: Any) -> bool:
 
 def is_secret_variable(name: str) -> bool:
     """Return whether log lines hide the value of the environment variable `name`."""
-    is_named_so = _SECRET_VARIABLE.search(name) or _TOKEN_VARIABLE.search(name)
-    return name not in _FOLDERS and is_named_so is not None
+    return name not in _FOLDERS and bool(_SECRET_VARIABLE.search(name) or _TOKEN_VARIABLE.search(name))
 
 
 def shown(value: Any, name: str = "", limit: int = 60) -> str:

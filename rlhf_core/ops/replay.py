@@ -131,14 +131,13 @@ def replay(run: FinishedRun, step: int, keep: Path | None = None, train: Train |
 def _require_same_adam(run: FinishedRun) -> None:
     """Raise InputError if an earlier release made the run with an epsilon that this one does not have."""
     artifacts, ref = run.artifact("ppo")
-    for name in ("policy", "critic"):
-        now = OptimizerConfig.constants["eps"]
-        eps = artifacts.config(ref)["ppo"].get(name, {}).get("eps", now)
-        if eps != now:
-            raise InputError(
-                f"{ref.uri} was made with ppo.{name}.eps={eps:g}, which is always {now:g} now; replay it with"
-                " the release that made it"
-            )
+    ppo, now = artifacts.config(ref)["ppo"], OptimizerConfig.constants["eps"]
+    others = {ppo.get(name, {}).get("eps", now) for name in ("policy", "critic")} - {now}
+    if others:
+        raise InputError(
+            f"{ref.uri} was made with eps={others.pop():g} of policy or critic, which is always {now:g} now;"
+            " replay it with the release that made it"
+        )
 
 
 def _require_same_versions(folder: Path) -> None:

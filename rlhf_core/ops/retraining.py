@@ -100,8 +100,8 @@ class Retraining:
         self._given = pinned(config)
         self._kept = kept_versions(config)
         marks = external_marks(self._given) | reference_marks(config, self._kept)
-        self._marks = _digest(marks)
-        self._sources = {name: _digest(mark)[:8] for name, mark in marks.items()}
+        self._marks = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
+        self._sources = {name: hashlib.sha256(mark.encode()).hexdigest()[:8] for name, mark in marks.items()}
         # A new version may be a retraining by another program, for which the store must be asked again.
         self._observed = f"{self._marks} {versions}"
 
@@ -211,10 +211,6 @@ class Retraining:
             log.warning("the state of the retraining cannot be written (%s)", type(error).__name__)
             return False
         return True
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def finished_registration(config: PipelineConfig) -> ArtifactRef | None:

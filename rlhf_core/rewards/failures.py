@@ -211,8 +211,7 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
     Halves are tried once each, down to single samples, until about 3 log2(n) calls have failed. The remaining
     samples are then scored in one call, because a function may compare the samples of its batch.
     """
-    # Parts of a call that must stay whole say nothing.
-    if isinstance(failure, CodeError) and (not failure.searchable or _fails_always(call, samples, failure)):
+    if isinstance(failure, CodeError) and _fails_always(call, samples, failure):
         always = dict.fromkeys(range(len(samples)), str(failure))
         return Outcome([math.nan] * len(samples), always, is_broken=True)
     # On the way down to one bad sample, one half fails at each of the log2(n) levels.
@@ -251,7 +250,11 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
 
 
 def _fails_always(call: Call, samples: Sequence[RewardInput], failure: CodeError) -> bool:
-    """Return whether the first, the middle and the last sample fail with the same error."""
+    """Return whether the first, the middle and the last sample fail with the same error. A call that must
+    stay whole has failed as one.
+    """
+    if not failure.searchable:
+        return True
     if len(samples) < 3:  # too few to know
         return False
     # Three and not all: a broken function must not be called hundreds of times (decision 8).

@@ -171,6 +171,8 @@ class EnginePool:
         """Restart the dead engines. Engines without restarts left are given up."""
         dead = [engine for engine in self._engines if engine.state == "dead" and not engine.given_up]
         while dead:
+            # They load together, as at the start of the stage: a large model takes minutes.
+            loading: dict[int, Pending[None]] = {}
             for engine in dead:
                 if not self._can_restart(engine):
                     engine.given_up = True
@@ -181,13 +183,8 @@ class EnginePool:
                 engine.state = "stale"
                 engine.starts += 1
                 engine.restarts += 1
-            # Together, as at the start of the stage: a large model takes minutes.
-            starting = {
-                engine.index: engine.actor.call(EngineActor.start_engine)
-                for engine in dead
-                if not engine.given_up
-            }
-            for index in self._collect(starting, "engines to be restarted"):
+                loading[engine.index] = engine.actor.call(EngineActor.start_engine)
+            for index in self._collect(loading, "engines to be restarted"):
                 engine = self._engines[index]
                 log.info("%s has been restarted, restart %d", engine.name, engine.starts - 1)
             # Those that did not load are dead again.
