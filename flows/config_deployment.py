@@ -139,7 +139,11 @@ def config_deployment(
 
 def local_timezone() -> str:
     """Return the name of this machine's time zone: TZ, else that of /etc/localtime, else UTC."""
-    return os.environ.get("TZ") or os.path.realpath("/etc/localtime").partition("zoneinfo/")[2] or "UTC"
+    # POSIX allows a colon before a name or a path.
+    name = os.environ.get("TZ", "").removeprefix(":") or "/etc/localtime"
+    if name.startswith("/"):
+        name = os.path.realpath(name).partition("zoneinfo/")[2]
+    return name or "UTC"
 
 
 def _schedule(cron: str, timezone: str) -> CronSchedule:

@@ -170,6 +170,12 @@ def publish_drift(report: DriftReport) -> None:
         )
 
 
+def publish_reason(reason: str) -> None:
+    """Publish the page of a retraining with the reason why it began."""
+    with _report("the reason"):
+        create_markdown_artifact(f"Training began: {reason}", key="retraining-reason", description=reason)
+
+
 def publish_run(run: PipelineRun) -> None:
     """Report of the whole run, with its results and links."""
     summary = run.summary()

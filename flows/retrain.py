@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from flows.notify import notify, notify_failure
-from flows.pages import show_log_lines
+from flows.pages import publish_reason, show_log_lines
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import NonNegativeFloat, NonNegativeInt
 from rlhf_core.config.load import load_config
@@ -61,6 +61,7 @@ def retrain_if_due(
     if not retraining.record_start():
         return Completed(name="Waiting", message="MLflow has not recorded the start of the retraining")
     log.info("training begins: %s", decision.message)
+    publish_reason(decision.message)
     summary = pipeline()
     retraining.record_end(summary["weights_sha256"])
     return Completed(message=verdict(summary), data=summary)

@@ -23,6 +23,7 @@ from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, Finding
 from rlhf_core.storage.s3 import ADDRESS_VARIABLES
 from rlhf_core.system.environment import STAGE_PROCESS, THREAD_VARIABLES, WITH_GPU, WITHOUT_GPU
+from rlhf_core.system.machine import machine
 from rlhf_core.types import Nodes
 
 _CONNECT_SECONDS = 5.0
@@ -194,7 +195,7 @@ def _start_on_this_host(processes: int, device: str) -> None:
     ray.init(
         address="local",  # without it, Ray joins a cluster that `ray start` has started on this host
         # Ray counts CPUs and binds no process to them: more actors than cores share the cores.
-        num_cpus=max(os.cpu_count() or 1, processes + 1),
+        num_cpus=max(machine().cores(), processes + 1),
         include_dashboard=False,
         log_to_driver=True,
         logging_level=logging.WARNING,

@@ -26,7 +26,7 @@ _REFERENCES = ("champion:", "registry://", "artifact://")
 _PATH_PREFIXES = ("/", "./", "../", "~", "file://")
 _S3_OBJECT = re.compile(r"s3://[^/]+/.")
 # At most 96 characters in each part, as `validate_repo_id` of huggingface_hub has it.
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 
 
 @dataclass(frozen=True)

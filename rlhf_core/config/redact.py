@@ -24,11 +24,13 @@ _SECRET_NAME = re.compile(
 )
 _SECRET_VARIABLE = re.compile(
     _SECRET_NAME.pattern
-    + r"|secret|passw(or)?d|passphrase|pass$|token(s|_\w+)?$|_key$|connection_string$|_dsn$|webhook"
+    + r"|secret|passw(or)?d|passphrase|pass$|token$|_key$|connection_string$|_dsn$|webhook"
     r"|cookies?$|jwt$|_sas$|_cert(ificate)?$",
     re.I,
 )
 """Many programs define variables, and it costs little to hide a value that is not secret."""
+_TOKEN_VARIABLE = re.compile(r"token(s|_\w+)$", re.I)
+"""Also names of numbers of tokens, such as MAX_BATCH_TOKENS, which would be hidden in all texts."""
 _SECRET_PARAMETER = re.compile(
     r"token|secret|passw|passphrase|signature|credential|jwt|bearer"
     r"|(api|access|private|account|subscription|function|master)[_.-]?key|(^|[_.-])auth([_.-]|$)"
@@ -132,7 +134,7 @@ def is_secret(name: str, value: Any) -> bool:
 
 def is_secret_variable(name: str) -> bool:
     """Return whether log lines hide the value of the environment variable `name`."""
-    return name not in _FOLDERS and _SECRET_VARIABLE.search(name) is not None
+    return name not in _FOLDERS and bool(_SECRET_VARIABLE.search(name) or _TOKEN_VARIABLE.search(name))
 
 
 def shown(value: Any, name: str = "", limit: int = 60) -> str:
@@ -201,7 +203,7 @@ def _secret_forms(environ: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
     for name, value in environ:
         if name in _FOLDERS:
             continue
-        if _SECRET_VARIABLE.search(name):
+        if _SECRET_VARIABLE.search(name) or (_TOKEN_VARIABLE.search(name) and not value.isdecimal()):
             # A message can have a single line of a key, or a value without the newline at its end.
             values |= {value, value.strip(), *value.split("\n")}
         # An address of a database or proxy may contain a password, regardless of the name of the variable.

@@ -163,8 +163,10 @@ def _answer_findings(
         item = to_record(row, source, "prompts", "", config.data.thoughts)
         if not isinstance(item, BadRow):
             prompts.append(PromptExample("", item.record.prompt_text, (), item.record.meta))
-    rewards = {each.field: each for each in config.ppo.rewards if isinstance(each, AnswerReward)}
-    for reward in rewards.values():
+    rewards = [each for each in config.ppo.rewards if isinstance(each, AnswerReward)]
+    # Of several with one field the strictest, so that nothing is said twice.
+    rewards.sort(key=lambda each: each.extract == "final_number")
+    for reward in {each.field: each for each in rewards}.values():
         try:
             yield from require_answers(prompts, [reward], f"{field}.path", most)
         except DataError as error:

@@ -30,6 +30,7 @@ MAX_FILES = 50_000
 """Maximum number of files of any kind in a folder. With more, it is probably not a folder of data."""
 MAX_ROW_BYTES = 16 * 2**20
 """A longer line is a bad row: it is no text for a language model, and parsing it could exhaust the memory."""
+_TOO_LONG = f"longer than {MAX_ROW_BYTES // 2**20} MiB"
 MAX_ARRAY_BYTES = 2 * 2**30
 """Maximum size of a .json file. Its array is parsed as a whole, which needs several times its size."""
 BEGINNING_ROWS = 20
@@ -434,7 +435,7 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes]:
 def _jsonl_row(file: str, number: int, line: bytes) -> Row | BadRow:
     try:
         if len(line) > MAX_ROW_BYTES:
-            raise ValueError(f"longer than {MAX_ROW_BYTES // 2**20} MiB")
+            raise ValueError(_TOO_LONG)
         # Without the line feed, so that the column of an error is one of this line.
         return Row(file, number, _parse(line.decode().rstrip("\r\n")))
     except UnicodeDecodeError as error:
@@ -477,10 +478,12 @@ def _read_json(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
     except ValueError as error:
         raise DataError(f"{file}: {error}") from error
     for index, item in enumerate(value, start=1):
-        if isinstance(item, dict):
-            yield Row(file, index, item)
-        else:
+        if not isinstance(item, dict):
             yield BadRow(file, index, f"expected a JSON object, got {json_type(item)}", _cut(repr(item)))
+        elif _text_size(item) > MAX_ROW_BYTES:
+            yield BadRow(file, index, _TOO_LONG, "")
+        else:
+            yield Row(file, index, item)
 
 
 def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
@@ -568,13 +571,12 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 number += 1
                 if _text_size(row) > MAX_ROW_BYTES:
                     long_rows.append(number)
-                    reason = f"longer than {MAX_ROW_BYTES // 2**20} MiB"
                     if len(long_rows) == _MOST_LONG_ROWS:
                         raise DataError(
-                            f"{file}:{long_rows[0]}: {reason}, and so are {_MOST_LONG_ROWS} rows; leave them"
-                            " out"
+                            f"{file}:{long_rows[0]}: {_TOO_LONG}, and so are {_MOST_LONG_ROWS} rows; leave"
+                            " them out"
                         )
-                    yield BadRow(file, number, reason, "")
+                    yield BadRow(file, number, _TOO_LONG, "")
                 else:
                     yield Row(file, number, row)
     except UnicodeDecodeError as error:

@@ -189,8 +189,13 @@ def _fields(folder: ModelFolder) -> Iterator[Finding]:
     """Check fields of config.json for impossible values."""
     for name, most in _COUNTS.items():
         value = folder.text_config.get(name)
+        if isinstance(value, list):
+            yield ModelError(
+                f"model.path: {folder.root}/config.json: {name} has a value for each layer, as in Gemma 3n,"
+                " which is not supported; use another model"
+            )
         # Not isinstance, which accepts `true` as an integer.
-        if value is not None and (type(value) is not int or not 0 < value <= most):
+        elif value is not None and (type(value) is not int or not 0 < value <= most):
             yield ModelError(
                 f"model.path: {folder.root}/config.json: {name} must be an integer from 1 to {most}; got"
                 f" {shown(str(value))}; take config.json from where the model is from"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.config.redact import printable
+from rlhf_core.data.messages import without_thoughts
 from rlhf_core.data.prepare import Prepared, read_and_encode
 from rlhf_core.errors import InputError, checking
 from rlhf_core.evaluation.reward_checks import check_sources
@@ -76,11 +77,12 @@ def score_card(
         for item in items
     ]
     encoder = prepared.encoder
-    tokenizer = encoder.tokenizer
+    tokenizer, opened = encoder.tokenizer, encoder.opens_thoughts
 
     def decode(ids: Sequence[int]) -> str:
-        # A template's blank before each answer is no part of what a reward gets in PPO (`Decoder.response`).
-        return str(tokenizer.decode(ids, skip_special_tokens=True)).removeprefix(encoder.response_prefix)
+        # What a reward gets in PPO (`Decoder.response`).
+        text = str(tokenizer.decode(ids, skip_special_tokens=True)).removeprefix(encoder.response_prefix)
+        return without_thoughts(text, opened) if config.data.thoughts == "drop" else text
 
     rows = rows_of(
         [each for each in examples if isinstance(each, PromptExample)],

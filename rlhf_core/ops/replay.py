@@ -24,6 +24,7 @@ from typing_extensions import override
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import sources_in_key, stage_inputs
 from rlhf_core.config.pipeline import RecordConfig
+from rlhf_core.config.training import OptimizerConfig
 from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import InputError
 from rlhf_core.ops.finished_run import FinishedRun
@@ -97,11 +98,13 @@ def replay(run: FinishedRun, step: int, keep: Path | None = None, train: Train |
         train: None: the stage `ppo`.
 
     Raises:
-        InputError: The run has no record of the step, or `keep` was made by another version.
+        InputError: The run has no record of the step, `keep` was made by another version, or an earlier
+            release trained with settings that this one does not have.
         RLHFError: The stage failed.
     """
     recorded = Recording(run.recorded("ppo"), run.name)
     rows = recorded.rollouts(step)  # before any work: is it recorded?
+    _require_same_adam(run)
     folder = keep or run.home.replay(run.name)
     _require_same_versions(folder)
     start, made = FolderCheckpoints(folder / "checkpoints").latest() or (0, folder)
@@ -123,6 +126,18 @@ def replay(run: FinishedRun, step: int, keep: Path | None = None, train: Train |
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require_same_adam(run: FinishedRun) -> None:
+    """Raise InputError if an earlier release made the run with an epsilon that this one does not have."""
+    artifacts, ref = run.artifact("ppo")
+    ppo, now = artifacts.config(ref)["ppo"], OptimizerConfig.constants["eps"]
+    others = {ppo.get(name, {}).get("eps", now) for name in ("policy", "critic")} - {now}
+    if others:
+        raise InputError(
+            f"{ref.uri} was made with eps={others.pop():g} of policy or critic, which is always {now:g} now;"
+            " replay it with the release that made it"
+        )
 
 
 def _require_same_versions(folder: Path) -> None:

@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from rlhf_core.config import PipelineConfig
@@ -57,6 +57,8 @@ class RetrainingState:
     """`Retraining._observed` of the last check that read the contents and found no finished retraining."""
     read_rows: int = 0
     """Rows of the sources at that check."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of the digests of the inputs' marks, at the last retraining that finished."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Retraining:
         self._kept = kept_versions(config)
         marks = external_marks(self._given) | reference_marks(config, self._kept)
         self._marks = hashlib.sha256(json.dumps(marks, sort_keys=True).encode()).hexdigest()
+        self._sources = {name: hashlib.sha256(mark.encode()).hexdigest()[:8] for name, mark in marks.items()}
         # A new version may be a retraining by another program, for which the store must be asked again.
         self._observed = f"{self._marks} {versions}"
 
@@ -150,7 +153,10 @@ class Retraining:
         if self._state.marks == self._marks:
             return RetrainingDecision(True, "Due", "MLflow has no version of the last retraining any more")
         more = "" if self._state.rows is None else f" ({new:+d} rows)"
-        return RetrainingDecision(True, "Due", f"the sources have changed{more}")
+        what = "the sources have changed"
+        if known := self._state.sources.items():  # an earlier release wrote none
+            what += f": {', '.join(sorted(dict(known ^ self._sources.items())))}"
+        return RetrainingDecision(True, "Due", what + more)
 
     def record_start(self) -> bool:
         """Record the start of a retraining. Return whether MLflow has recorded it.
@@ -163,14 +169,17 @@ class Retraining:
     def record_end(self, weights: str) -> None:
         """Record the end of a retraining that registered these weights."""
         rows = self._state.read_rows if self._state.read == self._observed else self._state.rows
-        self._state = replace(self._state, marks=self._marks, weights=weights, rows=rows, run="")
-        self._write()
+        self._finish(weights, rows)
 
     def _record_finished(self, weights: str, rows: int) -> None:
         """Record a finished retraining for the present contents, which another program may have run."""
         if weights != self._state.weights:
             self._state = replace(self._state, started=self._clock())
-        self._state = replace(self._state, marks=self._marks, weights=weights, rows=rows, run="")
+        self._finish(weights, rows)
+
+    def _finish(self, weights: str, rows: int | None) -> None:
+        done = replace(self._state, marks=self._marks, sources=self._sources)
+        self._state = replace(done, weights=weights, rows=rows, run="")
         self._write()
 
     def _is_registered(self, weights: str) -> bool:

@@ -145,9 +145,9 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
             return
         file = found
     try:
-        code = file.read_text(encoding="utf-8")
+        code = file.read_bytes()  # it can declare another encoding than UTF-8
         # Read and not imported: the import runs code, which belongs into the process of the function.
-        symbols = symtable.symtable(code, str(file), "exec").get_symbols()
+        symbols = symtable.symtable(code, str(file), "exec").get_symbols()  # type: ignore[arg-type]  # as `compile`
     except (SyntaxError, ValueError) as error:
         position = str(file)
         if line := getattr(error, "lineno", None):
@@ -156,7 +156,7 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
         return
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     # These add names that only an import would show.
-    adds_names = "__getattr__" in names or re.search(r"^\s*from .* import \*", code, re.MULTILINE)
+    adds_names = "__getattr__" in names or re.search(rb"^\s*from .* import \*", code, re.MULTILINE)
     if name not in names and not adds_names:
         known = ", ".join(sorted(names)[:8]) or "none"
         yield ConfigError(f"{field}.function: {file} has no function {name}; it has {known}")

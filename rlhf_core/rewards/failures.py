@@ -113,7 +113,9 @@ class Outcome:
             for row, value in zip(rows, outcome.values, strict=True):
                 values[row] = value
             reasons |= {rows[index]: reason for index, reason in outcome.reasons.items()}
-        return Outcome(values, reasons)
+        # One or two are too few to know, as in `_fails_always`.
+        is_broken = len(outcomes) > 2 and all(each.is_broken for each in outcomes)
+        return Outcome(values, reasons, is_broken=is_broken and len(set(reasons.values())) == 1)
 
 
 def groups_of(samples: Sequence[RewardInput]) -> list[list[int]]:
@@ -248,8 +250,12 @@ def isolate(call: Call, samples: Sequence[RewardInput], failure: Failure) -> Out
 
 
 def _fails_always(call: Call, samples: Sequence[RewardInput], failure: CodeError) -> bool:
-    """Return whether the first, the middle and the last sample fail with the same error."""
-    if not failure.searchable or len(samples) < 3:  # too few to know
+    """Return whether the first, the middle and the last sample fail with the same error. A call that must
+    stay whole has failed as one.
+    """
+    if not failure.searchable:
+        return True
+    if len(samples) < 3:  # too few to know
         return False
     # Three and not all: a broken function must not be called hundreds of times (decision 8).
     for index in {0, len(samples) // 2, len(samples) - 1}:

@@ -92,10 +92,17 @@ class PythonFunction:
         self._start()
 
     def __call__(self, samples: Sequence[RewardInput]) -> Outcome:
-        if not self._source.needs_group:
-            return self._score(samples)
-        groups = groups_of(samples)
-        return Outcome.of_groups(groups, [self._score([samples[row] for row in rows]) for rows in groups])
+        if self._source.needs_group:
+            groups = groups_of(samples)
+            by_group = [self._score([samples[row] for row in rows]) for rows in groups]
+            outcome = Outcome.of_groups(groups, by_group)
+        else:
+            outcome = self._score(samples)
+        if outcome.is_broken and self._source.on_error == "abort":
+            raise InputError(
+                f"reward {self._name}: the function fails for each response: {outcome.reasons[0]}; correct it"
+            )
+        return outcome
 
     def close(self) -> None:
         """End the process; a second call does nothing."""
@@ -107,12 +114,7 @@ class PythonFunction:
             self._kill()
 
     def _score(self, samples: Sequence[RewardInput]) -> Outcome:
-        outcome = score_with_retries(self._name, self._once, samples, self._source.retries + 1)
-        if outcome.is_broken and self._source.on_error == "abort":
-            raise InputError(
-                f"reward {self._name}: the function fails for each response: {outcome.reasons[0]}; correct it"
-            )
-        return outcome
+        return score_with_retries(self._name, self._once, samples, self._source.retries + 1)
 
     def _once(self, samples: Sequence[RewardInput]) -> Outcome:
         if self._process is None:

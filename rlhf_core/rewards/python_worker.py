@@ -50,26 +50,29 @@ def load_function(
     `code` is the source of the file or module; None for a module that is not a Python file. Raises any
     exception of the import.
     """
-    module_name, _, name = function.partition(":")
+    module_name, name = _module_name(function, file), function.partition(":")[2]
     if code is None and file is not None:
         code = Path(file).read_bytes()
     if code is None:
         module = importlib.import_module(module_name)
     else:
-        own = module_name if file is None else "rlhf_user_reward"
         if file is None:
-            spec = importlib.util.find_spec(own)
+            spec = importlib.util.find_spec(module_name)
         else:
-            spec = importlib.util.spec_from_file_location(own, file)
+            spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec is not None, "the parent has read its source"
         module = importlib.util.module_from_spec(spec)
         # Before the code is executed, as in an import. Dataclasses, for example, look up their module there.
-        sys.modules[own] = module
+        sys.modules[module_name] = module
         exec(compile(code, str(spec.origin), "exec"), module.__dict__)
     loaded = getattr(module, name, None)
     if not callable(loaded):
         raise AttributeError(f"{file or module_name} has no function {name}")
     return loaded  # type: ignore[no-any-return]  # what the user wrote is checked by its results
+
+
+def _module_name(function: str, file: str | None) -> str:
+    return function.partition(":")[0] if file is None else "rlhf_user_reward"
 
 
 def as_floats(result: Any, count: int) -> list[float]:
@@ -108,10 +111,13 @@ def serve(channel: socket.socket, function: str, file: str | None) -> None:
         try:
             reply: dict[str, Any] = {"values": as_floats(call(samples), len(samples))}
         except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+            frames = traceback.extract_tb(error.__traceback__)
             text = str(error)
             # Errors of `as_floats` are whole sentences. Others get their position in the user's code.
-            if frame.filename != __file__:
+            if frames[-1].filename != __file__:
+                own = sys.modules[_module_name(function, file)].__file__
+                # Without one, another module has the function.
+                frame = ([each for each in frames if each.filename == own] or frames)[-1]
                 line = f"{Path(frame.filename).name}:{frame.lineno}"
                 text = f"it raised {type(error).__name__}: {error} ({line})"
             if text not in shown:

@@ -278,6 +278,8 @@ class PipelineRun:
         self.records[stage] = record
         self.current_stage = {}
         self.save_state("running")
+        if stage == "data":  # now, because a later stage can fail
+            self.tracking.set_tags(self.parent_run_id, {"rlhf.data": record.ref.digest[:12]})
 
     def budget_left(self, spec: StageSpec) -> float:
         """Return the seconds that `run.budget` leaves for a stage; infinity without one.
@@ -395,9 +397,6 @@ class PipelineRun:
                 except (RLHFError, OSError) as error:
                     log.warning("MLflow's run has no %s: %s", report, error)
         self.tracking.describe(self.parent_run_id, self._description(summary))
-        if "data" in self.records:
-            digest = self.records["data"].ref.digest
-            self.tracking.set_tags(self.parent_run_id, {"rlhf.data": digest[:12]})
         self.tracking.log_results(self.key, metrics)  # last, because `has_results` looks for them
 
     def _description(self, summary: Mapping[str, Any]) -> str:

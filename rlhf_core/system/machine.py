@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,12 +43,36 @@ class Machine:
     # -- processors, memory, disks --
 
     def cores(self) -> int:
-        """Return the number of CPU cores that this process may use."""
-        return len(os.sched_getaffinity(0))
+        """Return the number of CPU cores that this process may use, rounded down and at least 1."""
+        cores = len(os.sched_getaffinity(0))
+        for quota, period in self._limits("cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+            cores = min(cores, max(1, quota // period))
+        return cores
 
     def memory(self) -> int:
-        """Return the bytes of the main memory."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        """Return the bytes of the main memory that this process may use."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limits = self._limits("memory", "memory.max", "memory.limit_in_bytes")
+        return min([memory, *chain.from_iterable(limits)])
+
+    def _limits(self, controller: str, *files: str) -> Iterator[list[int]]:
+        """Yield the numbers in `files` of each control group around this process that has a limit.
+
+        `files` has the names of version 2 and of version 1, where `controller` has a folder of its own.
+        """
+        groups = self._root / "proc/self/cgroup"
+        for line in groups.read_text().splitlines() if groups.exists() else ():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            top = self._root / "sys/fs/cgroup" / (controller if controllers else "")
+            group = top / path.lstrip("/")
+            # In a container, `path` can be that of the host, and `top` is then the group itself.
+            for folder in (group, *group.parents):
+                present = [folder / name for name in files if (folder / name).is_file()]
+                values = " ".join(file.read_text() for file in present).split()
+                if values and all(map(str.isdigit, values)):  # without a limit: `max` or -1
+                    yield list(map(int, values))
 
     def disk(self, folder: Path) -> Disk:
         """Return the space of the file system of `folder`, which exists."""

@@ -26,7 +26,7 @@ from rlhf_core.rewards.python_function import PythonFunction
 from rlhf_core.types import RewardInput
 
 CODE = """
-import os, subprocess, sys, time
+import json, os, subprocess, sys, time
 import numpy as np
 
 calls = 0
@@ -57,6 +57,9 @@ def by_text(samples):
     return {"good": [1.0] * len(samples), "text": ["a"] * len(samples), "short": [], "none": None,
         "number": 3.0, "nested": [[1.0]],
             "nan": [0.0, float("nan")], "string": "0.5"}[text]
+
+def in_library(samples):
+    return json.loads(samples[0].response)
 
 def wrong_field(samples):
     return [len(sample.respons) for sample in samples]
@@ -147,6 +150,28 @@ def test_an_error_in_the_code_is_shown_once_and_not_retried(
     assert capfd.readouterr().err.count("Traceback") == 1
     with closing(PythonFunction(source(file, "wrong_field", on_error="mask"))) as function:
         assert len(function(batch).reasons) == 32
+
+
+def test_an_error_of_a_library_is_named_by_the_line_of_the_users_file(file: Path) -> None:
+    line = CODE.splitlines().index("    return json.loads(samples[0].response)") + 1
+    with closing(PythonFunction(source(file, "in_library", retries=0))) as function:
+        assert function([sample("{")]).reasons[0].endswith(f"(my_reward.py:{line})")
+    by_module = PythonReward(type="python", function="my_reward:in_library", retries=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(file.parent))
+        with closing(PythonFunction(by_module)) as function:
+            assert function([sample("{")]).reasons[0].endswith(f"(my_reward.py:{line})")
+
+
+def test_an_error_in_the_code_of_a_function_of_groups_ends_the_run_too(file: Path) -> None:
+    batch = [sample(str(number), f"p{number // 2}") for number in range(6)]
+    with closing(PythonFunction(source(file, "wrong_field", needs_group=True))) as function:
+        with pytest.raises(InputError, match=r"fails for each response: it raised AttributeError"):
+            function(batch)
+        assert len(function(batch[:4]).reasons) == 4, "two groups are too few to know"
+    batch[2] = sample("good", "p1", bonus=None)
+    with closing(PythonFunction(source(file, "lengths", needs_group=True))) as function:
+        assert list(function(batch).reasons) == [2, 3], "the error is in the data of one group"
 
 
 def test_a_value_that_is_not_finite_is_none(by_text: PythonFunction) -> None:

@@ -550,6 +550,28 @@ def test_the_share_of_answers_that_nothing_can_reach_is_named_before_a_run(tmp_p
     assert len(check(with_answers(100, max_bad_rows=1.0))) == 1
 
 
+def test_a_reward_file_may_declare_its_encoding_as_in_python(tmp_path: Path) -> None:
+    reward = {"type": "python", "function": "x:score", "file": "r.py"}
+    given = config(ppo={"rewards": [{"type": "model"}, reward]})
+    code = "# -*- coding: latin-1 -*-\nWORD = 'für'\ndef score(responses): return [0.0]\n"
+    (tmp_path / "r.py").write_bytes(code.encode("latin-1"))
+    assert check(given) == []
+    (tmp_path / "r.py").write_bytes(b"\n" + code.partition("\n")[2].encode("latin-1"))
+    assert "r.py:2 is not valid Python ((unicode error)" in refused(given, ConfigError)
+
+
+@pytest.mark.parametrize("order", [("final_number", "boxed"), ("boxed", "final_number")])
+def test_of_several_rewards_of_one_answer_the_strictest_is_checked_once(
+    tmp_path: Path, order: tuple[str, ...]
+) -> None:
+    file = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"Which letter is {i}?", "answer": "B"} for i in range(100)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = [{"type": "answer", "name": each, "extract": each} for each in order]
+    given = config(data={"prompts": [{"path": str(file)}]}, ppo={"rewards": [{"type": "model"}, *rewards]})
+    assert refused(given, DataError).count("100 of 100 prompts") == 1
+
+
 def test_missing_answers_count_as_answers_that_nothing_can_reach(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
 

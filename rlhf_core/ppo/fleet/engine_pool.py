@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar
 
 from rlhf_core.cluster.rpc import POLL_SECONDS, ActorClient, Pending, RemoteActor, settle
 from rlhf_core.config.ppo_sections import EngineConfig
-from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied
+from rlhf_core.errors import OutOfMemory, RLHFError, WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.worker import ModelWorker
 
@@ -107,6 +107,12 @@ class EnginePool:
         An engine that dies, stalls or never begins is marked dead and has no result. Raises the error of an
         engine, and WorkerDied if too few engines remain.
         """
+        results = self._collect(pending, what)
+        for index in results:
+            self._engines[index].restarts = 0
+        return results
+
+    def _collect(self, pending: Mapping[int, Pending[R]], what: str) -> dict[int, R]:
         client = self._client
         remaining = dict(pending)
         results: dict[int, R] = {}
@@ -127,7 +133,6 @@ class EnginePool:
                     raise answer
                 else:
                     results[index] = answer
-                    self._engines[index].restarts = 0
             if has_answers or client.monitor.busy():
                 last_progress = client.clock()
             # The monitor does not see an engine as stalled if the call never reached it.
@@ -166,6 +171,8 @@ class EnginePool:
         """Restart the dead engines. Engines without restarts left are given up."""
         dead = [engine for engine in self._engines if engine.state == "dead" and not engine.given_up]
         while dead:
+            # They load together, as at the start of the stage: a large model takes minutes.
+            loading: dict[int, Pending[None]] = {}
             for engine in dead:
                 if not self._can_restart(engine):
                     engine.given_up = True
@@ -176,22 +183,14 @@ class EnginePool:
                 engine.state = "stale"
                 engine.starts += 1
                 engine.restarts += 1
+                loading[engine.index] = engine.actor.call(EngineActor.start_engine)
+            for index in self._collect(loading, "engines to be restarted"):
+                engine = self._engines[index]
+                log.info("%s has been restarted, restart %d", engine.name, engine.starts - 1)
             # Those that did not load are dead again.
-            dead = [engine for engine in dead if not engine.given_up and not self._has_started(engine)]
+            dead = [engine for engine in dead if engine.state == "dead" and not engine.given_up]
 
     # -- one engine --
-
-    def _has_started(self, engine: _PoolMember) -> bool:
-        """Load the model of a restarted engine. Return False if it died meanwhile."""
-        try:
-            self._client.wait([engine.actor.call(EngineActor.start_engine)], f"{engine.name} to be restarted")
-        except InfrastructureError as error:
-            if not self._is_unhealthy(engine, after_error=True):
-                raise
-            self._mark_dead(engine, error.message)
-            return False
-        log.info("%s has been restarted, restart %d", engine.name, engine.starts - 1)
-        return True
 
     def _can_restart(self, engine: _PoolMember) -> bool:
         return engine.restarts < self._restarts

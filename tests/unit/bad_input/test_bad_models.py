@@ -86,6 +86,8 @@ FOLDERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a vocabulary of 8.0": ({"config__json": CONFIG | {"vocab_size": 8.0}},
         ("vocab_size must be an integer", "8.0")),
+    "a width for each layer": ({"config__json": CONFIG | {"intermediate_size": [16, 16]}},
+        ("intermediate_size has a value for each layer, as in Gemma 3n", "use another model")),
     "10^9 layers": ({"config__json": CONFIG | {"num_hidden_layers": 10**9}},
         ("num_hidden_layers must be an integer",)),
     "10^9 labels": ({"config__json": CONFIG | {"num_labels": 10**9}},

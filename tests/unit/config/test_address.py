@@ -29,6 +29,7 @@ KINDS = {
     "../missing": "local",
     "~/missing": "local",
     "a/b/c": "local",
+    "Modelle/größe": "local",
     "with blank": "local",
     "a\0b": "local",
     "x" * 5000: "local",

@@ -36,7 +36,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.data.check import check_source
-from rlhf_core.data.files import BadRow, Row, read_file
+from rlhf_core.data.files import MAX_ROW_BYTES, BadRow, Row, read_file
 from rlhf_core.data.sources import (
     model_digest,
     read_rows,
@@ -83,6 +83,15 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     for file in sorted(tmp_path.iterdir()):
         assert data_of(file) == ROWS, file.name
+
+
+def test_an_object_of_an_array_has_the_limit_of_a_line(tmp_path: Path) -> None:
+    long = {"messages": [{"content": "x" * (MAX_ROW_BYTES + 1)}]}
+    write(tmp_path / "a.json", json.dumps([{"text": "a"}, long, {"text": "x" * MAX_ROW_BYTES}]))
+    with (tmp_path / "a.json").open("rb") as stream:
+        first, second, third = read_file("a.json", stream)
+    assert isinstance(first, Row) and isinstance(third, Row)
+    assert second == BadRow("a.json", 2, "longer than 16 MiB", "")
 
 
 def test_copies_of_a_long_text_in_a_parquet_file_are_not_all_in_memory(tmp_path: Path) -> None:

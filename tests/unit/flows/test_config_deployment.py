@@ -62,5 +62,8 @@ def test_the_time_zone_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     schedule = config_deployment("my.yaml", cron="0 2 * * 0").schedule
     assert schedule is not None and schedule.timezone == "Asia/Tokyo"
+    for path in (":Asia/Tokyo", "/made/zoneinfo/Asia/Tokyo", ":/made/zoneinfo/Asia/Tokyo"):
+        monkeypatch.setenv("TZ", path)
+        assert local_timezone() == "Asia/Tokyo"
     monkeypatch.delenv("TZ")
     assert local_timezone() in zoneinfo.available_timezones()

@@ -46,7 +46,9 @@ def overrides(database: Path, tmp_path: Path) -> tuple[str, ...]:
     return (*overrides, f"tracking.uri=sqlite:///{own}")
 
 
-def test_the_pipeline_runs_if_it_is_due(overrides: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_pipeline_runs_if_it_is_due(
+    overrides: tuple[str, ...], caplog: pytest.LogCaptureFixture, api: PrefectApi
+) -> None:
     config = load_config(DEMO, overrides)
     retraining = Retraining(config)
     decision = retraining.check(min_new_rows=0, min_pause_hours=0)
@@ -64,6 +66,8 @@ def test_the_pipeline_runs_if_it_is_due(overrides: tuple[str, ...], caplog: pyte
         made: Any = retrain_if_due(retraining, decision, pipeline)
     assert (made.name, made.message) == ("Completed", "not promoted")
     assert "training begins: no retraining with these settings has finished yet" in caplog.text
+    [page] = api.artifacts
+    assert page["data"] == "Training began: no retraining with these settings has finished yet"
     assert during == ["0.0 hours since the last start, of 2"], "the start was recorded before"
     state: Any = retrain.fn(DEMO, overrides)
     assert (state.name, state.message) == ("Unchanged", "the sources look as after the last retraining")
@@ -88,7 +92,7 @@ def test_nothing_is_trained_before_it_is_due(overrides: tuple[str, ...], tmp_pat
     with (tmp_path / "rows.jsonl").open("a") as rows:
         rows.write(json.dumps({"prompt": "fox", "completion": "It jumps."}) + "\n")
     changed = Retraining(load_config(DEMO, overrides)).check(min_new_rows=0, min_pause_hours=0)
-    assert changed.message == "the sources have changed (+1 rows)"
+    assert changed.message == "the sources have changed: data.sft[0] (+1 rows)"
     state: Any = retrain.fn(DEMO, overrides, min_new_rows=5)
     assert (state.name, state.type) == ("Waiting", StateType.COMPLETED)
     assert state.message == "1 new rows, of 5 that are needed"

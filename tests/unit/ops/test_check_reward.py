@@ -19,8 +19,8 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data.tokenizer import load_decoder
 from rlhf_core.errors import GateFailed
-from rlhf_core.evaluation.reward_views import Card, Finding, rows_of
-from rlhf_core.ops.check_reward import show
+from rlhf_core.evaluation.reward_views import Card, Finding, Row, rows_of
+from rlhf_core.ops.check_reward import check_reward, show
 from rlhf_core.stages.ppo import check_rewards_of_stage
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.types import PairExample, PromptExample
@@ -58,6 +58,29 @@ def test_the_exit_code_says_whether_there_is_a_finding(
     assert "IndexError" in crash["evidence"] and "mine.py:2" in crash["evidence"]
     assert "Traceback" not in output.err
     assert not (tmp_path / "home").exists()
+
+
+def test_dropped_thoughts_are_in_no_response(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As Qwen3's own template does for a last answer without thoughts.
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ '<think>\\n\\n</think>\\n\\n' + m.content + eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}"
+    )
+    seen: list[Row] = []
+
+    def check_sources(sources: object, rows: list[Row], encode: object, checks: object) -> Card:
+        seen.extend(rows)
+        return Card((), len(rows))
+
+    monkeypatch.setattr("rlhf_core.ops.check_reward.check_sources", check_sources)
+    for thoughts, kept in (("keep", True), ("drop", False)):
+        check_reward(file, [f"data.chat_template={tmp_path}/t.jinja", f"data.thoughts={thoughts}"], 6)
+        texts = [text for row in seen for text in row.good]
+        assert texts and all(text.startswith("<think>") is kept for text in texts)
+        seen.clear()
 
 
 def test_the_table_shows_findings_first_and_names_the_other_checks(

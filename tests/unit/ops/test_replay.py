@@ -176,11 +176,13 @@ def recorded(folder: Path, stage: Stage | None = None, **sections: Any) -> Recor
     return Recording(context.output, folder.name)
 
 
-def finished(home: Path, level: str = "logprobs", **ppo: Any) -> FinishedRun:
-    """Make a run with its artifacts and its summary."""
+def finished(home: Path, level: str = "logprobs", eps: float | None = None, **ppo: Any) -> FinishedRun:
+    """Make a run with its artifacts and its summary. Earlier releases had a field `eps` of optimizers."""
     config = configured(run={"home": str(home)}, ppo=PPO | ppo, record={"level": level})
     artifacts = ArtifactStore(Store(str(home / "store")), home / "cache")
     tree = config.model_dump(mode="json", by_alias=True)
+    if eps is not None:
+        tree["ppo"]["policy"]["eps"] = eps
     made = Provenance(config=tree, decided_by={"sources": reward_code_digests(config)})
     write_data_artifact(home / "data", prompts=PROMPTS)
     for stage in ("sft", "reward"):
@@ -227,6 +229,16 @@ def test_a_kept_replay_continues(tmp_path: Path) -> None:
     (tmp_path / "kept" / "versions.json").write_text("{}")
     with pytest.raises(InputError, match="made by another version of the code; use another folder"):
         replay(run, 5, tmp_path / "kept", stage)
+
+
+def test_a_run_with_another_epsilon_is_not_replayed(tmp_path: Path) -> None:
+    assert replay(finished(tmp_path / "same", eps=1e-8), 2, train=Stage()).difference is None
+    run, stage = finished(tmp_path / "other", eps=1e-5), Stage()
+    with pytest.raises(
+        InputError, match="made with eps=1e-05 of policy or critic, which is always 1e-08 now"
+    ):
+        replay(run, 2, train=stage)
+    assert stage.calls == 0
 
 
 def test_a_replay_with_another_reward_says_where_and_why(tmp_path: Path) -> None:

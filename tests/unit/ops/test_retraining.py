@@ -125,7 +125,7 @@ def test_unchanged_sources_are_not_read(configured: Any, rows: Path) -> None:
     os.utime(rows, (1, 1))
     assert check_now(config)[1].endswith("was made from these inputs"), "the contents are the same"
     add(rows, 1)
-    assert check_now(config)[0] == "Due"
+    assert check_now(config) == ("Due", "the sources have changed: data.sft[0] (+1 rows)")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from mlflow import MlflowClient
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config, overrides_of
 from rlhf_core.data.sources import source_digests
-from rlhf_core.errors import InputError, StageFailed, StageHeld, StoreUnavailable
+from rlhf_core.errors import InputError, RLHFError, StageFailed, StageHeld, StoreUnavailable
 from rlhf_core.evaluation.report import _PENDING
 from rlhf_core.executors.follow import JobFollower
 from rlhf_core.executors.spec import StageRecord, StageSpec
@@ -474,7 +474,7 @@ def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
         report.write_text(f"<html>{_PENDING}")
         with open_run(checked, "data", until) as run:
             for stage in stages_between("data", until):
-                run.records[stage] = StageRecord(ref(stage, accuracy=0.75), 1.0, reused=True)
+                run.record_result(stage, StageRecord(ref(stage, accuracy=0.75), 1.0, reused=True))
             monkeypatch.setattr(run.artifacts, "fetch", lambda _: tmp_path)
             run.remarks["drift from demo version 1"] = "lengths 0.3"
         assert run.parent_run_id is not None
@@ -496,6 +496,15 @@ def test_a_run_without_results_gets_them_also_if_every_stage_was_reused(
     again, kept, _ = after("data")
     assert again.startswith(f"{text}\n\n**Reused:** last on ") and kept == metrics
     assert kept_tags["rlhf.data"] == "digest-data"
+
+
+def test_a_run_that_fails_after_its_data_has_their_digest_in_mlflow(tmp_path: Path, database: Path) -> None:
+    checked = checked_in(tmp_path, database, run={"home": str(tmp_path), "device": "cpu", "seed": 8})
+    with pytest.raises(RLHFError), open_run(checked, "data", "sft") as run:
+        run.record_result("data", StageRecord(ref("data"), 1.0, reused=False))
+        raise RLHFError("the stage sft fails")
+    assert run.parent_run_id is not None
+    assert MlflowClient(run.tracking.uri).get_run(run.parent_run_id).data.tags["rlhf.data"] == "digest-data"
 
 
 def test_files_that_are_only_shown_end_no_run(

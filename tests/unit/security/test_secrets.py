@@ -251,6 +251,13 @@ def test_other_variables_and_short_values_are_unchanged() -> None:
     assert scrubbed(text, environ) == text
 
 
+def test_a_number_of_tokens_is_no_secret() -> None:
+    environ = {"MAX_BATCH_TOKENS": "131072", "TOKEN_LIMIT": "262144"}
+    assert scrubbed("131072 of 262144", environ) == "131072 of 262144"
+    secrets = {"API_TOKEN": "131072", "HF_TOKENS": CANARY, "PGPASSWORD": "262144"}
+    assert scrubbed(f"131072 {CANARY} 262144", secrets) == f"{HIDDEN} {HIDDEN} {HIDDEN}"
+
+
 @pytest.mark.parametrize(
     "url",
     [

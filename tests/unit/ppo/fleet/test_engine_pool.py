@@ -38,8 +38,9 @@ class _Engine(ScriptedEngineActor):
         self._index, self._script = index, script
 
     @override
-    def start_engine(self) -> None:
-        self._script.answer(self._index)
+    def start_engine(self) -> Any:
+        self._script.loading.append(self._index)
+        return self._script.answer(self._index)
 
     @override
     def sample(self, *given: Any, **options: Any) -> Any:
@@ -78,6 +79,8 @@ class _Script:
         self.are_dead = False
         """Whether Ray reports the engines as dead."""
         self.starts: list[tuple[int, int]] = []
+        self.loading: list[int] = []
+        """Engines whose model began to load."""
 
     def answer(self, index: int) -> Any:
         if index in self.lost:
@@ -191,6 +194,18 @@ def test_an_engine_that_dies_while_it_loads_is_restarted_again(script: _Script) 
     assert script.starts == [(0, 0), (0, 1), (0, 2)]
     with pytest.raises(WorkerDied, match="after 2 restarts"):
         pool.mark_all_dead("the sync broke")
+
+
+def test_engines_load_together_after_a_restart(script: _Script, caplog: pytest.LogCaptureFixture) -> None:
+    pool = script.pool(3, max_restarts=1)
+    pool.mark_all_dead("the sync broke")
+    script.silent = {0}
+    with caplog.at_level("INFO"):
+        pool.restart()
+    assert script.loading == [0, 1, 2], "no engine waits for another one"
+    pool.confirm_weights()
+    assert pool.serving == [1, 2]
+    assert "engine 2 has been restarted, restart 1" in caplog.text
 
 
 def test_an_answer_resets_the_restarts_of_an_engine(script: _Script) -> None:
