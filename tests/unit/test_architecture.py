@@ -224,6 +224,12 @@ def test_algorithms_start_with_torch_alone() -> None:
     assert loaded & {"ray", "vllm", "deepspeed", "mlflow", "transformers", "datasets", "prefect"} == set()
 
 
+def test_the_command_line_starts_without_the_parser_of_packages_metadata() -> None:
+    """It is a sixth of its import, and only `rlhf --version` needs it."""
+    loaded = modules_after("import rlhf_cli.main")
+    assert "cyclopts" in loaded and "email" not in loaded
+
+
 SHIPPED = sorted((ROOT / "deployments" / "configs").glob("*.y*ml"))
 
 
