@@ -2,7 +2,7 @@
 
 - the items that a policy lost are ranked by their share, with both answers; items that it won are left out
 - the rows of a step are those that the training takes, by its seed, also in later epochs
-- a set that does not exist, a step after the last one, also one that an early stop left out, and contradicting
+- a set that does not exist, a step after the last one, one that an early stop left out, and contradicting
   options are refused
 """
 
