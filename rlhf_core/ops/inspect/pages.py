@@ -87,27 +87,28 @@ class Pages:
 
     def responses(self, query: Mapping[str, str]) -> str:
         """Return a page of the table of responses."""
-        sort, descending, offset = self._order(query)
-        count, rows = self.rollouts.page(
-            self._filter(query), sort, descending=descending, offset=offset, limit=_PAGE
-        )
-        return self._render(
-            "responses", query, rows=rows, count=count, sort=sort, descending=descending, offset=offset
-        )
+        return self._table("responses", query)
 
     def response(self, query: Mapping[str, str]) -> str:
-        """Return one response with its tokens, or two next to each other."""
+        """Return one response with its tokens, or two next to each other. `by` of the query is who labels."""
         keys = [_key(query.get(name, "")) for name in ("of", "beside") if name == "of" or query.get(name)]
         responses = self._opened(keys)
-        return self._render("response", query, responses=responses, measures=_measures(responses))
+        around = self._around(keys[0], query) if query.get("at") else None
+        return self._render(
+            "response", query, responses=responses, measures=_measures(responses), around=around
+        )
 
-    def label(self, form: Mapping[str, str]) -> None:
-        """Keep the label and the note of a form. Raises InputError as `Rollouts.label`."""
+    def label(self, form: Mapping[str, str]) -> str:
+        """Keep the label and the note of a form, and return who gave them. Raises InputError as
+        `Rollouts.label`.
+        """
         # The form shows invisible characters as others, and would send those back.
         texts = [INVISIBLE.sub("", form.get(name, "")).strip() for name in ("by", "label", "note")]
         by, label, note = (text[:_LONGEST_NOTE] for text in texts)
-        # In lower case: DuckDB has one column for two names that differ in case only.
-        self.rollouts.label(_key(form.get("response", "")), by.lower(), label, note)
+        # DuckDB has one column for two names that differ in case only.
+        by = by.lower()
+        self.rollouts.label(_key(form.get("response", "")), by, label, note)
+        return by
 
     def phrases(self, query: Mapping[str, str]) -> str:
         """Return the phrases that became more frequent.
@@ -144,13 +145,7 @@ class Pages:
 
     def pairs(self, query: Mapping[str, str]) -> str:
         """Return the last responses of both runs to the same prompts."""
-        sort, descending, offset = self._order(query)
-        count, rows = queries.pairs(
-            self.rollouts, self._filter(query), sort, descending=descending, offset=offset, limit=_PAGE
-        )
-        return self._render(
-            "pairs", query, rows=rows, count=count, sort=sort, descending=descending, offset=offset
-        )
+        return self._table("pairs", query)
 
     def problem(self, message: str) -> str:
         """Return a page with an error."""
@@ -202,6 +197,38 @@ class Pages:
         offset = whole("offset", query.get("offset") or "0")
         return self._column(query.get("sort") or default), descending, offset
 
+    def _table(self, page: str, query: Mapping[str, str]) -> str:
+        sort, descending, offset = self._order(query)
+        count, rows = self._listed(page, query, offset, _PAGE)
+        return self._render(
+            page, query, rows=rows, count=count, sort=sort, descending=descending, offset=offset
+        )
+
+    def _listed(self, page: str, query: Mapping[str, str], offset: int, limit: int) -> tuple[int, list[Row]]:
+        """Return how many rows the table of a page has, and some of them."""
+        sort, descending, _ = self._order(query)
+        rows_of = queries.pairs if page == "pairs" else Rollouts.page
+        chosen = self._filter(query)
+        return rows_of(self.rollouts, chosen, sort, descending=descending, offset=offset, limit=limit)
+
+    def _around(self, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return where a response, or the first one of a pair, is in the table that it was opened from, and
+        what the addresses of those before and after it have.
+        """
+        page, at = "pairs" if query.get("beside") else "responses", whole("at", query["at"])
+        start = max(0, at - 1)
+        count, rows = self._listed(page, query, start, 3)
+        before, after = None, None
+        for place, row in enumerate(rows, start):
+            of = row.get("one", row)
+            address = {"of": _address(of), "beside": row.get("other") and _address(row["other"]), "at": place}
+            if place < at:
+                before = address
+            # A label can have taken the response itself out of the table.
+            elif after is None and (of["run"], of["step"], of["index"]) != (key.run, key.step, key.index):
+                after = address
+        return {"page": page, "at": at, "count": count, "before": before, "after": after}
+
     def _opened(self, keys: Sequence[Key]) -> list[Row]:
         """Return responses with their texts and tokens."""
         found = self.rollouts.tokens(keys)
@@ -219,7 +246,8 @@ class Pages:
     def _render(self, page: str, query: Mapping[str, str], **values: Any) -> str:
         def link(to: str, changes: Mapping[str, Any] | None = None) -> str:
             """Return the address of a page with the filter of this one. Changes to None or "" remove."""
-            of_page = ("sort", "order", "x", "y") if to == page else ()
+            # A response has those of the table that it was opened from.
+            of_page = ("sort", "order", "x", "y") if to == page or "response" in (to, page) else ()
             kept = [name for name in query if name.startswith(_FILTER) or name in of_page]
             changed = {**{name: query[name] for name in kept}, **(changes or {})}
             query_of_page = {name: value for name, value in changed.items() if value not in (None, "")}
@@ -275,6 +303,11 @@ def _value(value: Any) -> str:
 def _column(name: str) -> Markup:
     """Return the name of a column, which can be broken after its parts."""
     return Markup(re.sub("([/_.])", r"\1<wbr>", str(escape(name))))
+
+
+def _address(row: Row) -> str:
+    """Return the address of a response, as `_key` takes it."""
+    return f"{row['run']},{row['step']},{row['index']}"
 
 
 def _key(text: str) -> Key:
