@@ -116,10 +116,7 @@ def _writer(file: Path) -> str:
     try:
         return str((pq.read_schema(file).metadata or {})[_WRITER].decode())
     except (pa.ArrowInvalid, KeyError) as error:
-        raise InputError(
-            f"{file} is no annotation that rlhf_core.record.annotations.annotate has written; move it to"
-            " another folder"
-        ) from error
+        raise InputError(f"{file} is no annotation of this project; move it to another folder") from error
 
 
 def _folder(ref: ArtifactRef) -> str:

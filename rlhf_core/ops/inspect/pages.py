@@ -93,10 +93,8 @@ class Pages:
         """Return one response with its tokens, or two next to each other. `by` of the query is who labels."""
         keys = [_key(query.get(name, "")) for name in ("of", "beside") if name == "of" or query.get(name)]
         responses = self._opened(keys)
-        around = self._around(keys[0], query) if query.get("at") else None
-        return self._render(
-            "response", query, responses=responses, measures=_measures(responses), around=around
-        )
+        near = self._near(keys[0], query) if query.get("at") else None
+        return self._render("response", query, responses=responses, measures=_measures(responses), near=near)
 
     def label(self, form: Mapping[str, str]) -> str:
         """Keep the label and the note of a form, and return who gave them. Raises InputError as
@@ -189,45 +187,34 @@ class Pages:
             raise InputError(f"there is no column {name}; there are {', '.join(self.rollouts.numbers)}")
         return name
 
-    def _order(self, query: Mapping[str, str]) -> tuple[str, bool, int]:
-        """Return the column that a table is sorted by, whether the largest is first, and the first row."""
+    def _table(self, page: str, query: Mapping[str, str]) -> str:
+        offset = whole("offset", query.get("offset") or "0")
+        return self._render(page, query, offset=offset, **self._listed(page, query, offset, _PAGE))
+
+    def _listed(self, page: str, query: Mapping[str, str], offset: int, limit: int) -> dict[str, Any]:
+        """Return the order of the table of a page, how many rows it has, and some of them."""
         of_ppo = self.rollouts.kind == "ppo"
         default = self.rollouts.numbers[of_ppo]  # the score, if there is one; or the answers to each prompt
+        sort = self._column(query.get("sort") or default)
         descending = query.get("order") != "up" and (of_ppo or "sort" in query)
-        offset = whole("offset", query.get("offset") or "0")
-        return self._column(query.get("sort") or default), descending, offset
-
-    def _table(self, page: str, query: Mapping[str, str]) -> str:
-        sort, descending, offset = self._order(query)
-        count, rows = self._listed(page, query, offset, _PAGE)
-        return self._render(
-            page, query, rows=rows, count=count, sort=sort, descending=descending, offset=offset
-        )
-
-    def _listed(self, page: str, query: Mapping[str, str], offset: int, limit: int) -> tuple[int, list[Row]]:
-        """Return how many rows the table of a page has, and some of them."""
-        sort, descending, _ = self._order(query)
         rows_of = queries.pairs if page == "pairs" else Rollouts.page
         chosen = self._filter(query)
-        return rows_of(self.rollouts, chosen, sort, descending=descending, offset=offset, limit=limit)
+        count, rows = rows_of(self.rollouts, chosen, sort, descending=descending, offset=offset, limit=limit)
+        return {"sort": sort, "descending": descending, "count": count, "rows": rows}
 
-    def _around(self, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+    def _near(self, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
         """Return where a response, or the first one of a pair, is in the table that it was opened from, and
-        what the addresses of those before and after it have.
+        the rows before and after it with their places.
         """
         page, at = "pairs" if query.get("beside") else "responses", whole("at", query["at"])
         start = max(0, at - 1)
-        count, rows = self._listed(page, query, start, 3)
-        before, after = None, None
-        for place, row in enumerate(rows, start):
-            of = row.get("one", row)
-            address = {"of": _address(of), "beside": row.get("other") and _address(row["other"]), "at": place}
-            if place < at:
-                before = address
-            # A label can have taken the response itself out of the table.
-            elif after is None and (of["run"], of["step"], of["index"]) != (key.run, key.step, key.index):
-                after = address
-        return {"page": page, "at": at, "count": count, "before": before, "after": after}
+        table, others = self._listed(page, query, start, 3), []
+        for place, row in enumerate(table["rows"], start):
+            one = row.get("one", row)
+            # A label can have taken the response out of the table: then the next one is in its place.
+            if Key(one["run"], one["step"], one["index"]) != key:
+                others.append((place, row))
+        return {"page": page, "at": at, "count": table["count"], "others": others}
 
     def _opened(self, keys: Sequence[Key]) -> list[Row]:
         """Return responses with their texts and tokens."""
@@ -303,11 +290,6 @@ def _value(value: Any) -> str:
 def _column(name: str) -> Markup:
     """Return the name of a column, which can be broken after its parts."""
     return Markup(re.sub("([/_.])", r"\1<wbr>", str(escape(name))))
-
-
-def _address(row: Row) -> str:
-    """Return the address of a response, as `_key` takes it."""
-    return f"{row['run']},{row['step']},{row['index']}"
 
 
 def _key(text: str) -> Key:

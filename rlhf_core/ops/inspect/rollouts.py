@@ -501,10 +501,7 @@ def recorded_runs(runs: Sequence[FinishedRun]) -> dict[Kind, list[RecordedRun]]:
     for run in runs:
         kinds = [kind for kind in STAGE_OF_KIND if _has(run, kind)]
         if not kinds:
-            raise InputError(
-                f"{run.name} has no recorded rollouts: record.level was none, or one step has more than"
-                " record.max_bytes; name another run"
-            )
+            raise InputError(f"{run.name} has no record (record.level, record.max_bytes); name another run")
         for kind in kinds:
             found.setdefault(kind, []).append(_recorded(run, kind))
     return found

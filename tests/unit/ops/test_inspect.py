@@ -564,7 +564,7 @@ def test_each_browser_keeps_the_name_of_its_person(run: Path) -> None:
     assert '<input name="by" value=""' in TestClient(ann.app, base_url="http://127.0.0.1:80").get(page).text
 
 
-def _around(page: str) -> dict[str, str]:
+def _near(page: str) -> dict[str, str]:
     """Return the addresses of the links to the responses before and after one, without the server."""
     found = re.findall(r'<a rel="(prev|next)"[^>]* href="/secret/ppo/([^"]*)"', page)
     return {name: html.unescape(address) for name, address in found}
@@ -580,22 +580,22 @@ def test_a_response_leads_to_those_before_and_after_it_in_its_table(run: Path) -
     while address:
         page = web.get(address).text
         passed += re.findall('name="response" value="([^"]*)"', page)
-        assert f"{len(passed)} of 12</a>" in page and ("prev" in _around(page)) == (len(passed) > 1)
-        address = f"/secret/ppo/{_around(page)['next']}" if "next" in _around(page) else ""
+        assert f"{len(passed)} of 12</a>" in page and ("prev" in _near(page)) == (len(passed) > 1)
+        address = f"/secret/ppo/{_near(page)['next']}" if "next" in _near(page) else ""
     assert passed == of
-    back = web.get(f"/secret/ppo/{_around(page)['prev']}").text
+    back = web.get(f"/secret/ppo/{_near(page)['prev']}").text
     assert f'name="response" value="{of[-2]}"' in back
     assert "/secret/ppo/responses?sort=kl&amp;order=up&amp;source=chats&amp;offset=0" in back
-    assert not _around(web.get("/secret/ppo/response?of=0,1,0").text), "it was opened from no table"
+    assert not _near(web.get("/secret/ppo/response?of=0,1,0").text), "it was opened from no table"
 
     labelled = ["0,1,0", "0,2,1", "0,3,2"]
     for each in labelled:
         web.post("/secret/ppo/response?of=0,1,0", data={"response": each, "by": "ann", "label": "x"})
     opened = "/secret/ppo/response?of=0,2,1&label=x&sort=step&order=up&at=1"
-    after = parse_qs(urlsplit(_around(web.get(opened).text)["next"]).query)
+    after = parse_qs(urlsplit(_near(web.get(opened).text)["next"]).query)
     assert (after["of"], after["at"]) == ([labelled[2]], ["2"])
     web.post(opened, data={"response": "0,2,1", "by": "ann"})
-    after = parse_qs(urlsplit(_around(web.get(opened).text)["next"]).query)
+    after = parse_qs(urlsplit(_near(web.get(opened).text)["next"]).query)
     assert (after["of"], after["at"]) == ([labelled[2]], ["1"])
     assert web.get("/secret/ppo/response?of=0,1,0&at=-1").status_code == 400
 
@@ -604,7 +604,7 @@ def test_a_pair_leads_to_the_next_pair(client: TestClient) -> None:
     table = client.get("/secret/ppo/pairs?sort=score").text
     addresses = [html.unescape(each) for each in re.findall(r'href="/secret/ppo/(response\?[^"]*)"', table)]
     assert len(addresses) == 4
-    links = [_around(client.get(f"/secret/ppo/{address}").text) for address in addresses]
+    links = [_near(client.get(f"/secret/ppo/{address}").text) for address in addresses]
 
     def key(address: str) -> tuple[list[str], list[str]]:
         query = parse_qs(urlsplit(address).query)
@@ -646,7 +646,7 @@ def test_a_file_that_is_no_annotation_is_named(run: Path) -> None:
     ):
         write()
         answer = web.post(page, data=form)
-        assert answer.status_code == 400 and f"{file} is no annotation that" in answer.text
+        assert answer.status_code == 400 and f"{file} is no annotation of" in answer.text
         with pytest.raises(InputError, match=r"ann\.parquet is no annotation .* move it to another folder"):
             recorded_runs([found])
 
@@ -723,7 +723,7 @@ def test_the_command_prints_a_link_and_ends_with_ctrl_c(run: Path) -> None:
 def test_a_run_without_a_record_is_an_input_error(record: Path, tmp_path: Path) -> None:
     shutil.copytree(record, tmp_path / "ppo", ignore=shutil.ignore_patterns("record"))
     _publish(tmp_path, "bare", {"ppo": tmp_path / "ppo"})
-    with pytest.raises(InputError, match="bare has no recorded rollouts"):
+    with pytest.raises(InputError, match=r"bare has no record \(record\.level"):
         recorded_runs([find_run("bare", str(tmp_path))])
 
 
