@@ -30,6 +30,7 @@ from rlhf_core.system.files import write_jsonl
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.types import PromptExample, Rollout
 from tests.benchmarks import adapter_agreement, alarm, learning_curves, overoptimization, record_cost
+from tests.chaos.harness import CONFIG
 from tests.integration.learning import ALGORITHMS
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -178,7 +179,7 @@ def test_the_cost_of_the_record_is_that_of_each_level(
     runs = RecordedRuns()
     monkeypatch.setattr(record_cost, "subprocess", SimpleNamespace(run=runs.run, DEVNULL=None))
     (tmp_path / "before").mkdir()
-    record_cost.main(["--before", str(tmp_path / "before"), str(record_cost.CONFIG), "ppo.steps=1"])
+    record_cost.main(["--before", str(tmp_path / "before"), str(CONFIG), "ppo.steps=1"])
     assert [each[1:] for each in runs.overrides] == [
         ["ppo.steps=1", f"record.level={level}"] for level in record_cost.LEVELS
     ]
