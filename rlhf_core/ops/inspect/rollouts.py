@@ -427,8 +427,7 @@ class Rollouts:
                 )
             except duckdb.Error as error:
                 raise InputError(
-                    f"{part} cannot be read any more; if it was pruned or replaced, run the configuration of"
-                    f" {self.runs[run].name} again, and then rlhf inspect"
+                    f"{part} was pruned or replaced; run its configuration again, and then rlhf inspect"
                 ) from error
             found |= {Key(run, row["step"], row["index"]): {**row, "labels": []} for row in rows}
             labels = self.rows(f"FROM labels WHERE run = ? AND {these} ORDER BY person", [run, *places])

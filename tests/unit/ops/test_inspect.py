@@ -628,7 +628,7 @@ def test_a_record_that_was_pruned_or_replaced_is_a_page_that_says_so(run: Path) 
         change(parts[1])
         for answer in (web.get(page), web.get("/secret/ppo/responses"), web.post(page, data=form)):
             assert answer.status_code == 400
-            assert f"{parts[1].name} cannot be read any more; if it was pruned" in answer.text
+            assert f"{parts[1].name} was pruned or replaced; run its configuration" in answer.text
     assert web.get("/secret/ppo/steps").status_code == 200
 
 
