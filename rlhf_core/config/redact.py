@@ -188,6 +188,20 @@ def without_secret_values(
     return found
 
 
+def without_secrets(tree: Any) -> Any:
+    """Return a tree of plain data with `without_secret_values` of its texts. Names of fields stay."""
+    shown_texts = iter(without_secret_values([text for _, text in texts(tree)]))
+
+    def rebuilt(value: Any) -> Any:
+        if isinstance(value, str):
+            return next(shown_texts)
+        if isinstance(value, dict):
+            return {key: rebuilt(part) for key, part in value.items()}
+        return [rebuilt(part) for part in value] if isinstance(value, list) else value
+
+    return rebuilt(tree)
+
+
 def _hidden_parameter(match: re.Match[str]) -> str:
     return f"{match[1]}={HIDDEN}" if _SECRET_PARAMETER.search(_decoded(match[1])[-1]) else match[0]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
+from rlhf_core.config.redact import without_secrets
 from rlhf_core.evaluation.measures import (
     MEASURES,
     MODELS,
@@ -89,6 +90,8 @@ class Report:
 def render(report: Report) -> str:
     """Return the HTML document. The same report always gives the same bytes."""
     evaluation = report.evaluation
+    shown = without_secrets({"samples": list(report.samples), "notable": dict(report.notable)})
+    report = replace(report, **shown, data_card=without_secrets(report.data_card))
     models = [model for model in MODELS if model in evaluation["eos_rate"]]
     policy = main_policy(models)
     own = results_of(evaluation, policy)

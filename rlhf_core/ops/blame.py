@@ -308,8 +308,13 @@ def trained_rows(run: FinishedRun, stage: TrainedStage, step: int) -> list[Train
         else:
             rows = training_pairs(config, data, stage, work)
         last = math.ceil(len(rows) / settings.batch_size) * settings.epochs
+        _, ref = run.artifact(stage)
+        best, early_stop = ref.metrics.get("best_step"), settings.early_stop
+        # The patience begins with the best evaluation (`stages.training.EarlyStopping`).
+        if best is not None and early_stop.patience is not None:
+            last = min(last, int(best) + early_stop.patience * early_stop.every)
         if not 1 <= step <= last:
-            raise InputError(f"--step: must be a step of {stage}, 1 to {last}; got {step}")
+            raise InputError(f"--step: must be a step that {stage} made, 1 to {last}; got {step}")
         found = []
         # Must be the seed that the stage gives to `train_epochs`. `_Inputs.seed` of the stage `reward` has
         # the same one for the first member.

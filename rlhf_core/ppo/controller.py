@@ -467,6 +467,7 @@ class PPOController:
                 "done": step,
                 "weights": self._weights,
                 "kl": self._kl.state_dict(),
+                "record_is_full": self._record is not None and self._record.is_full,
                 **self._checks.state_dict(),
                 **self._warmup.state_dict(),
             }
@@ -502,7 +503,8 @@ class PPOController:
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
         self._rollouts.restore(folder, self.completed_steps)
         if self._record is not None:
-            self._record.restore(folder, self.completed_steps)
+            # Checkpoints of earlier releases do not say it.
+            self._record.restore(folder, is_full=state.get("record_is_full", False))
         log.info("ppo continues after step %d", self.completed_steps)
 
     def save_record(self, folder: Path) -> None:

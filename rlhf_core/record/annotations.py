@@ -57,7 +57,7 @@ def annotate(artifacts: ArtifactStore, ref: ArtifactRef, name: str, rows: pa.Tab
         InputError: The name cannot be used, or another writer has used it.
     """
     former = annotations_of(artifacts, ref, check_name(name)).get(name)
-    if former is not None and (by := pq.read_schema(former).metadata[_WRITER].decode()) != writer:
+    if former is not None and (by := _writer(former)) != writer:
         raise InputError(f"the annotation {name} of {ref.kind}/{ref.key} is of {by}; choose another name")
     # The columns that all annotations have come first, and each file says who wrote it.
     fields = [*KEYS, SCORE, *(field for field in rows.schema if field.name not in (*KEYS.names, SCORE.name))]
@@ -90,6 +90,8 @@ def label_response(artifacts: ArtifactStore, ref: ArtifactRef, person: str, said
 def annotations_of(artifacts: ArtifactStore, ref: ArtifactRef, name: str | None = None) -> Mapping[str, Path]:
     """Return a local Parquet file for each annotation of an artifact, or for the one of this name. Those in a
     bucket are copied each time.
+
+    Raises InputError for a file that `annotate` has not written.
     """
     store, files = artifacts.store, {}
     copies = annotations_copy(artifacts.cache / f"artifacts-{ref.kind}-{ref.key}-{ref.digest[:12]}")
@@ -104,8 +106,17 @@ def annotations_of(artifacts: ArtifactStore, ref: ArtifactRef, name: str | None 
         if file is None:
             file = copies / PurePosixPath(key).name
             store.get_file(key, file)
+        _writer(file)
         files[file.stem] = file
     return files
+
+
+def _writer(file: Path) -> str:
+    """Return who wrote an annotation. Raises InputError if the file is none."""
+    try:
+        return str((pq.read_schema(file).metadata or {})[_WRITER].decode())
+    except (pa.ArrowInvalid, KeyError) as error:
+        raise InputError(f"{file} is no annotation of this project; move it to another folder") from error
 
 
 def _folder(ref: ArtifactRef) -> str:

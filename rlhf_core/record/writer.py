@@ -37,7 +37,6 @@ from rlhf_core.types import PromptExample, RewardInput, StageContext
 log = logging.getLogger(__name__)
 
 _BYTES = b"rlhf.bytes"
-_LAST_STEP = b"rlhf.last_step"
 _GROUP_BYTES = 2**26
 """Approximate largest size of a row group, before compression. A step with less is one."""
 
@@ -58,9 +57,8 @@ class RecordWriter:
         self._max_bytes = settings.max_bytes
         self._bytes = 0
         """Bytes of all steps so far, before compression."""
-        self._last_step = 0
         self.is_full = False
-        """Whether the limit is reached, so that `add` does nothing."""
+        """Whether the limit is reached, so that `add` does nothing. `restore` must be told."""
         self._part: pq.ParquetWriter | None = None
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -85,28 +83,26 @@ class RecordWriter:
         groups = 1 + rows.nbytes // _GROUP_BYTES
         self._part.write_table(rows, row_group_size=max(1, math.ceil(len(rows) / groups)))
         self._bytes += rows.nbytes
-        self._last_step = step
 
     def save(self, folder: Path) -> None:
         """End the open part, and link all parts to `folder`/record."""
         if self._part is not None:
             # In the footer and not in the name: it is known only
             # when the part ends, and `restore` continues from it.
-            self._part.add_key_value_metadata(
-                {_BYTES: str(self._bytes).encode(), _LAST_STEP: str(self._last_step).encode()}
-            )
+            self._part.add_key_value_metadata({_BYTES: str(self._bytes).encode()})
             self._part.close()
             self._part = None
         _link_all(self._folder, folder / RECORD)
 
-    def restore(self, folder: Path, completed: int) -> None:
-        """Continue with the parts of the checkpoint `folder` of step `completed`."""
+    def restore(self, folder: Path, *, is_full: bool) -> None:
+        """Continue with the parts of the checkpoint `folder`, and with what `is_full` was then.
+
+        It does not follow from the parts: the first step can be above the limit, and a later one below it.
+        """
         _link_all(folder / RECORD, self._folder)
         for part in parts_of(self._folder):
-            metadata = pq.read_metadata(part).metadata
-            self._bytes, self._last_step = int(metadata[_BYTES]), int(metadata[_LAST_STEP])
-        # Steps were left out, so the limit was reached. Without parts, nothing was recorded before.
-        self.is_full = 0 < self._last_step < completed
+            self._bytes = int(pq.read_metadata(part).metadata[_BYTES])
+        self.is_full = is_full
 
 
 def _new_part(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
@@ -173,8 +169,10 @@ class AnswerRecord:
         self._noted.setdefault(column, {}).update(zip(map(id, answers), values, strict=True))
 
     def save(self, context: StageContext) -> None:
-        """Write the record into the output of the stage, unless `record.level` is none."""
-        if self._settings.level == "none":
+        """Write the record into the output of the stage. Without answers, or if `record.level` is none, there
+        is none.
+        """
+        if self._settings.level == "none" or not self._rows:
             return
         models, sets, prompts, answers = zip(*self._rows, strict=True)
         groups: dict[str, int] = {}

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rlhf_core.config.redact import without_secrets
 from rlhf_core.errors import InputError
 from rlhf_core.system.files import TEMPORARY, replacing
 from rlhf_core.tracking.also import Copies
@@ -261,7 +262,7 @@ class StageRun:
         columns = list(dict.fromkeys(column for row in rows for column in row))
         table = {
             "columns": columns,
-            "data": [[_plain(row.get(column)) for column in columns] for row in rows],
+            "data": without_secrets([[_plain(row.get(column)) for column in columns] for row in rows]),
         }
         with self._lock:
             self._spool.add_bytes(
@@ -278,7 +279,7 @@ class StageRun:
     def log_answers(self, rows: list[AnsweredPrompt]) -> None:
         """Log prompts with answers as traces of the run, which MLflow's pages search and sort."""
         with self._lock:
-            text = json.dumps([asdict(row) for row in rows], ensure_ascii=False)
+            text = json.dumps(without_secrets([asdict(row) for row in rows]), ensure_ascii=False)
             # MLflow's databases refuse half a character, and with it all traces.
             self._spool.add_bytes(text.encode(errors="replace"), _ANSWERS)
 

@@ -4,18 +4,27 @@ The record is made of random tokens and numbers with the real writer, at the lev
 served by another process, as `rlhf inspect` does, and asked for over HTTP: first while the texts are being
 decoded in the background, and then again, with the CPU time of that process. The memory is its peak.
 
+With `--browser CHROMIUM`, this program (`chromium-headless-shell`) opens the pages as well: the time is until
+a page is loaded and laid out, without the start of the browser. `--screenshots FOLDER` keeps pictures of the
+pages, 900 and 1600 pixels wide.
+
 `--responses` and `--per-step` are the size, `--folder` keeps the record, or takes one that was kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import itertools
+import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 import httpx
 import numpy as np
@@ -23,6 +32,7 @@ import psutil
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
+from websockets.sync.client import connect
 
 from rlhf_core.config.pipeline import RecordConfig
 from rlhf_core.data.synthetic import FEELINGS, KIND, PLAIN, RUDE, SUBJECTS, THINGS, VERBS
@@ -44,6 +54,7 @@ PAGES = {
     "text": "responses?text=calm+brave&min:score=1",
     "last of 50 on the page": "responses?offset={last}",
     "one response": "response?of=0,{half},3",
+    "one with its neighbours": "response?of=0,{half},3&sort=reward/gold&min:score=1&at=40",
     "phrases": "phrases",
     "two scores": "scores?x=reward/model&y=reward/gold",
 }
@@ -57,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--responses", type=int, default=1_000_000)
     parser.add_argument("--per-step", type=int, default=500)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--browser", type=Path)
+    parser.add_argument("--screenshots", type=Path)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.serve:
@@ -71,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"the record was written in {time.perf_counter() - start:.0f} s")
         size = sum(part.stat().st_size for part in (folder / "record").iterdir())
         print(f"{steps * arguments.per_step} responses, {size / 1e9:.2f} GB")
-        measure(folder, steps, arguments.per_step)
+        measure(folder, steps, arguments.per_step, arguments.browser, arguments.screenshots)
 
 
 def make_record(folder: Path, steps: int, per_step: int) -> None:
@@ -133,8 +146,18 @@ def _rows(rng: np.random.Generator, ids: np.ndarray, step: int, count: int, sche
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def measure(folder: Path, steps: int, per_step: int) -> None:
-    """Print the times of the pages, and the memory of the server."""
+def measure(
+    folder: Path, steps: int, per_step: int, browser: Path | None = None, screenshots: Path | None = None
+) -> None:
+    """Print the times of the pages, and the memory of the server.
+
+    Args:
+        folder: The record.
+        steps: Its steps.
+        per_step: Responses of each step.
+        browser: The program `chromium-headless-shell`; None: the pages are only asked for.
+        screenshots: For a picture of each page; None: they are not kept.
+    """
     command = [sys.executable, "-m", "tests.benchmarks.inspect_record", "--serve", str(folder)]
     table = Table("page", "while decoding", "after that", "CPU")
     start = time.perf_counter()
@@ -159,10 +182,87 @@ def measure(folder: Path, steps: int, per_step: int) -> None:
                     name, *(f"{part:.2f} s" for part in (first[name], *_seconds(web, page, server)))
                 )
             status = Path(f"/proc/{child.pid}/status").read_text()
+            if browser is not None:
+                _browse(browser, pages, server, screenshots)
         finally:
             child.terminate()
     [peak] = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")]
     print(f"peak memory of the server: {peak / 2**20:.2f} GiB")
+    Console().print(table)
+
+
+class Browser:
+    """A headless Chromium that is driven over its debugging protocol.
+
+    Args:
+        program: `chromium-headless-shell`.
+    """
+
+    def __init__(self, program: Path) -> None:
+        self._profile = tempfile.TemporaryDirectory()
+        self._numbers = itertools.count(1)
+        command = [str(program), "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
+        self._process = subprocess.Popen(
+            [*command, f"--user-data-dir={self._profile.name}", "about:blank"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        assert self._process.stderr is not None
+        lines = (re.search("ws://([^/]*)/", line) for line in self._process.stderr)
+        address = next(found[1] for found in lines if found)
+        [page] = [each for each in httpx.get(f"http://{address}/json").json() if each["type"] == "page"]
+        self._socket = connect(page["webSocketDebuggerUrl"], max_size=2**27)
+        self.ask("Page.enable")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.terminate()
+        self._process.wait()
+        self._profile.cleanup()
+
+    def ask(self, method: str, **parameters: Any) -> Any:
+        """Send a command, and return its result."""
+        number = next(self._numbers)
+        self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+        return self._until(lambda message: message.get("id") == number)["result"]
+
+    def open(self, address: str) -> float:
+        """Open a page, and return the seconds until it is loaded and laid out."""
+        start = time.perf_counter()
+        self.ask("Page.navigate", url=address)
+        self._until(lambda message: message.get("method") == "Page.loadEventFired")
+        self.ask("Runtime.evaluate", expression="document.documentElement.getBoundingClientRect().height")
+        return time.perf_counter() - start
+
+    def picture(self, width: int, file: Path) -> None:
+        """Write a picture of the page in this width."""
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        self.ask("Emulation.setDeviceMetricsOverride", **size)
+        file.write_bytes(base64.b64decode(self.ask("Page.captureScreenshot")["data"]))
+
+    def _until(self, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        while True:
+            message: dict[str, Any] = json.loads(self._socket.recv(timeout=120))
+            if is_it(message):
+                return message
+
+
+def _browse(
+    program: Path, pages: Mapping[str, str], server: psutil.Process, screenshots: Path | None
+) -> None:
+    """Print the times of the pages in a browser, and keep pictures of them."""
+    table = Table("page in Chromium", "loaded", "CPU of the server")
+    with Browser(program) as browser:
+        for name, page in pages.items():
+            before = _cpu(server)
+            table.add_row(name, f"{browser.open(page):.2f} s", f"{_cpu(server) - before:.2f} s")
+            if screenshots is not None:
+                screenshots.mkdir(parents=True, exist_ok=True)
+                for width in (900, 1600):
+                    browser.picture(width, screenshots / f"{name.replace(' ', '-')}-{width}.png")
     Console().print(table)
 
 

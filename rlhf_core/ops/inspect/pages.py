@@ -87,27 +87,26 @@ class Pages:
 
     def responses(self, query: Mapping[str, str]) -> str:
         """Return a page of the table of responses."""
-        sort, descending, offset = self._order(query)
-        count, rows = self.rollouts.page(
-            self._filter(query), sort, descending=descending, offset=offset, limit=_PAGE
-        )
-        return self._render(
-            "responses", query, rows=rows, count=count, sort=sort, descending=descending, offset=offset
-        )
+        return self._table("responses", query)
 
     def response(self, query: Mapping[str, str]) -> str:
-        """Return one response with its tokens, or two next to each other."""
+        """Return one response with its tokens, or two next to each other. `by` of the query is who labels."""
         keys = [_key(query.get(name, "")) for name in ("of", "beside") if name == "of" or query.get(name)]
         responses = self._opened(keys)
-        return self._render("response", query, responses=responses, measures=_measures(responses))
+        near = self._near(keys[0], query) if query.get("at") else None
+        return self._render("response", query, responses=responses, measures=_measures(responses), near=near)
 
-    def label(self, form: Mapping[str, str]) -> None:
-        """Keep the label and the note of a form. Raises InputError as `Rollouts.label`."""
+    def label(self, form: Mapping[str, str]) -> str:
+        """Keep the label and the note of a form, and return who gave them. Raises InputError as
+        `Rollouts.label`.
+        """
         # The form shows invisible characters as others, and would send those back.
         texts = [INVISIBLE.sub("", form.get(name, "")).strip() for name in ("by", "label", "note")]
         by, label, note = (text[:_LONGEST_NOTE] for text in texts)
-        # In lower case: DuckDB has one column for two names that differ in case only.
-        self.rollouts.label(_key(form.get("response", "")), by.lower(), label, note)
+        # DuckDB has one column for two names that differ in case only.
+        by = by.lower()
+        self.rollouts.label(_key(form.get("response", "")), by, label, note)
+        return by
 
     def phrases(self, query: Mapping[str, str]) -> str:
         """Return the phrases that became more frequent.
@@ -144,13 +143,7 @@ class Pages:
 
     def pairs(self, query: Mapping[str, str]) -> str:
         """Return the last responses of both runs to the same prompts."""
-        sort, descending, offset = self._order(query)
-        count, rows = queries.pairs(
-            self.rollouts, self._filter(query), sort, descending=descending, offset=offset, limit=_PAGE
-        )
-        return self._render(
-            "pairs", query, rows=rows, count=count, sort=sort, descending=descending, offset=offset
-        )
+        return self._table("pairs", query)
 
     def problem(self, message: str) -> str:
         """Return a page with an error."""
@@ -194,13 +187,34 @@ class Pages:
             raise InputError(f"there is no column {name}; there are {', '.join(self.rollouts.numbers)}")
         return name
 
-    def _order(self, query: Mapping[str, str]) -> tuple[str, bool, int]:
-        """Return the column that a table is sorted by, whether the largest is first, and the first row."""
+    def _table(self, page: str, query: Mapping[str, str]) -> str:
+        offset = whole("offset", query.get("offset") or "0")
+        return self._render(page, query, offset=offset, **self._listed(page, query, offset, _PAGE))
+
+    def _listed(self, page: str, query: Mapping[str, str], offset: int, limit: int) -> dict[str, Any]:
+        """Return the order of the table of a page, how many rows it has, and some of them."""
         of_ppo = self.rollouts.kind == "ppo"
         default = self.rollouts.numbers[of_ppo]  # the score, if there is one; or the answers to each prompt
+        sort = self._column(query.get("sort") or default)
         descending = query.get("order") != "up" and (of_ppo or "sort" in query)
-        offset = whole("offset", query.get("offset") or "0")
-        return self._column(query.get("sort") or default), descending, offset
+        rows_of = queries.pairs if page == "pairs" else Rollouts.page
+        chosen = self._filter(query)
+        count, rows = rows_of(self.rollouts, chosen, sort, descending=descending, offset=offset, limit=limit)
+        return {"sort": sort, "descending": descending, "count": count, "rows": rows}
+
+    def _near(self, key: Key, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return where a response, or the first one of a pair, is in the table that it was opened from, and
+        the rows before and after it with their places.
+        """
+        page, at = "pairs" if query.get("beside") else "responses", whole("at", query["at"])
+        start = max(0, at - 1)
+        table, others = self._listed(page, query, start, 3), []
+        for place, row in enumerate(table["rows"], start):
+            one = row.get("one", row)
+            # A label can have taken the response out of the table: then the next one is in its place.
+            if Key(one["run"], one["step"], one["index"]) != key:
+                others.append((place, row))
+        return {"page": page, "at": at, "count": table["count"], "others": others}
 
     def _opened(self, keys: Sequence[Key]) -> list[Row]:
         """Return responses with their texts and tokens."""
@@ -219,7 +233,8 @@ class Pages:
     def _render(self, page: str, query: Mapping[str, str], **values: Any) -> str:
         def link(to: str, changes: Mapping[str, Any] | None = None) -> str:
             """Return the address of a page with the filter of this one. Changes to None or "" remove."""
-            of_page = ("sort", "order", "x", "y") if to == page else ()
+            # A response has those of the table that it was opened from.
+            of_page = ("sort", "order", "x", "y") if to == page or "response" in (to, page) else ()
             kept = [name for name in query if name.startswith(_FILTER) or name in of_page]
             changed = {**{name: query[name] for name in kept}, **(changes or {})}
             query_of_page = {name: value for name, value in changed.items() if value not in (None, "")}

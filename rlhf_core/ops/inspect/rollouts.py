@@ -249,8 +249,6 @@ class Rollouts:
         place = 'run INTEGER, step INTEGER, "index" INTEGER'
         self._database.execute(f"CREATE TABLE texts ({place}, text VARCHAR)")
         self._database.execute(f"CREATE TABLE labels ({place}, person VARCHAR, label VARCHAR, note VARCHAR)")
-        self.person = ""
-        """Who labelled a response last."""
         for number, run in enumerate(runs):
             for name, file in run.annotations.items():
                 if set(LABELS.names) <= set(pq.read_schema(file).names):
@@ -342,7 +340,6 @@ class Rollouts:
             raise InputError(f"there is no response {key.index} of step {key.step} in a store")
         said = {"kind": self.kind, "step": key.step, "index": key.index, "label": label, "note": note}
         self._read_labels(key.run, person, label_response(*artifact, person, said))
-        self.person = person
 
     def _numbers(self) -> list[str]:
         columns = self._database.execute("DESCRIBE rollouts").fetchall()
@@ -412,18 +409,26 @@ class Rollouts:
         )
 
     def tokens(self, keys: Iterable[Key], columns: Collection[str] = ("*",)) -> dict[Key, Row]:
-        """Return columns of the record, by default all of them, for some responses, and their `labels`."""
+        """Return columns of the record, by default all of them, for some responses, and their `labels`.
+
+        Raises InputError if a part was deleted or replaced.
+        """
         found: dict[Key, Row] = {}
         these = '(step, "index") IN (SELECT unnest(?), unnest(?))'
         known = sorted(key for key in keys if key.run < len(self.runs))
         for (run, part), group in groupby(known, lambda key: (key.run, self._part(key))):
             wanted = list(group)
             places = [[key.step for key in wanted], [key.index for key in wanted]]
-            rows = self.rows(
-                f'SELECT step, "index", {", ".join(columns)} FROM {_PARTS}'
-                f" WHERE step BETWEEN ? AND ? AND {these}",
-                [str(part), wanted[0].step, wanted[-1].step, *places],
-            )
+            try:
+                rows = self.rows(
+                    f'SELECT step, "index", {", ".join(columns)} FROM {_PARTS}'
+                    f" WHERE step BETWEEN ? AND ? AND {these}",
+                    [str(part), wanted[0].step, wanted[-1].step, *places],
+                )
+            except duckdb.Error as error:
+                raise InputError(
+                    f"{part} was pruned or replaced; run its configuration again, and then rlhf inspect"
+                ) from error
             found |= {Key(run, row["step"], row["index"]): {**row, "labels": []} for row in rows}
             labels = self.rows(f"FROM labels WHERE run = ? AND {these} ORDER BY person", [run, *places])
             for said in labels:
@@ -495,7 +500,7 @@ def recorded_runs(runs: Sequence[FinishedRun]) -> dict[Kind, list[RecordedRun]]:
     for run in runs:
         kinds = [kind for kind in STAGE_OF_KIND if _has(run, kind)]
         if not kinds:
-            raise InputError(f"{run.name} has no recorded rollouts (record.level was none); name another run")
+            raise InputError(f"{run.name} has no record (record.level, record.max_bytes); name another run")
         for kind in kinds:
             found.setdefault(kind, []).append(_recorded(run, kind))
     return found

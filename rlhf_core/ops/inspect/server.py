@@ -114,9 +114,14 @@ def make_app(opened: Mapping[Kind, Rollouts], token: str) -> ASGIApp:
             if request.method == "POST":
                 form = parse_qsl((await request.body()).decode(errors="replace"))
                 async with labelling:  # each label is written after what is there has been read
-                    await asyncio.to_thread(of_kind.label, dict(form))
-                return RedirectResponse(f"{request.url.path}?{request.url.query}", 303, headers=_HEADERS)
-            return _html(await asyncio.to_thread(getattr(of_kind, name), request.query_params), 200)
+                    by = await asyncio.to_thread(of_kind.label, dict(form))
+                saved = RedirectResponse(f"{request.url.path}?{request.url.query}", 303, headers=_HEADERS)
+                # Cookies of 127.0.0.1 are sent to all ports, but only to paths that begin with the token.
+                saved.set_cookie("by", by, path=root, httponly=True, samesite="strict")
+                return saved
+            # The name of who labels is kept by the browser, because several people can use one server.
+            query = {"by": request.cookies.get("by", ""), **request.query_params}
+            return _html(await asyncio.to_thread(getattr(of_kind, name), query), 200)
         except RLHFError as error:
             return _html(of_kind.problem(error.message), 400)
 

@@ -38,6 +38,7 @@ TESTED_BY = {
     "benchmarks/ppo_iteration_bare": "unit/benchmarks/test_iteration_programs.py",
     "benchmarks/ppo_iteration_trl": "unit/benchmarks/test_iteration_programs.py",
     "benchmarks/promotion": "unit/benchmarks/test_scripted_programs.py",
+    "benchmarks/record_cost": "unit/benchmarks/test_programs_of_runs.py",
     "benchmarks/rehearsal_faults": "unit/benchmarks/test_scripted_programs.py",
     "benchmarks/rollout": "integration/test_iteration_on_ray.py",
     "benchmarks/run_processes": "unit/benchmarks/test_run_processes.py",

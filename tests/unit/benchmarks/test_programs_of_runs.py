@@ -3,28 +3,34 @@
 - they start the runs that they describe, read their files, and end with tables, pages and figures
 - a run that fails ends the program with its command
 - stored evaluations give the same tables as those of the runs
+- the record's bytes, its share of the time and changed weights are read from the runs of each level
 - the adapter is compared in vLLM, in PEFT and merged, from the files of a run
 """
 
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
+from typing_extensions import override
 
 from rlhf_core.config.load import load_config
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
+from rlhf_core.record.writer import RecordWriter
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import write_jsonl
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.types import PromptExample, Rollout
-from tests.benchmarks import adapter_agreement, alarm, learning_curves, overoptimization
+from tests.benchmarks import adapter_agreement, alarm, learning_curves, overoptimization, record_cost
+from tests.chaos.harness import CONFIG
 from tests.integration.learning import ALGORITHMS
 from tests.support.tiny_llama import save_tiny_llama
 
@@ -148,6 +154,43 @@ def test_a_run_that_fails_ends_the_program(runs: Runs, tmp_path: Path) -> None:
         overoptimization.main(["--out", str(tmp_path / "page.md"), "--home", str(tmp_path / "home")])
     with pytest.raises(SystemExit, match=r"demo\.yaml .* ended with code 3"):
         alarm.main(["--home", str(tmp_path / "home"), "--over", "0", "--sound"])
+
+
+class RecordedRuns(Runs):
+    """Each step takes 4 s, and the record 1 s of it. With `all`, the run has other files."""
+
+    @override
+    def write(self, folder: Path, config: Any) -> None:
+        level, home = config.record.level, Path(config.run.home)
+        (folder / "metrics.jsonl").write_text("other" if level == "all" else "same")
+        if level != "none":
+            parts = RecordWriter(home / "parts", "ppo", config.record)
+            parts.add(1, pa.table({"response_ids": pa.array([[1, 2], [3]], pa.list_(pa.int32()))}))
+            parts.save(folder)
+        with sqlite3.connect(home / "mlflow.db") as database:
+            database.execute("create table metrics (key, value)")
+            rows = [("timing/step", 4.0)] + [("timing/record", 1.0)] * (level != "none")
+            database.executemany("insert into metrics values (?, ?)", rows)
+
+
+def test_the_cost_of_the_record_is_that_of_each_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = RecordedRuns()
+    monkeypatch.setattr(record_cost, "subprocess", SimpleNamespace(run=runs.run, DEVNULL=None))
+    (tmp_path / "before").mkdir()
+    record_cost.main(["--before", str(tmp_path / "before"), str(CONFIG), "ppo.steps=1"])
+    assert [each[1:] for each in runs.overrides] == [
+        ["ppo.steps=1", f"record.level={level}"] for level in record_cost.LEVELS
+    ]
+    shown = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()
+    ]
+    rows = [row for row in shown if row and row[0] in record_cost.LEVELS]
+    assert [row[2:] for row in rows] == [
+        ["0.00%", "True"], ["25.00%", "True"], ["25.00%", "True"], ["25.00%", "False"],
+    ]  # fmt: skip
+    assert float(rows[0][1]) == 0 and all(float(row[1]) > 0 for row in rows[1:])
 
 
 def test_learning_curves_end_with_their_figure_and_numbers(

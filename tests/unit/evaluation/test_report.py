@@ -1,6 +1,7 @@
 """Report and plots.
 
 - the report needs no other file or host, and untrusted text never becomes markup
+- a secret of the environment is hidden in samples and in the data card
 - on a phone, a wide table scrolls in its own box
 - its numbers are those of the evaluation, and its verdict follows from the interval
 - plots show the recorded step metrics, also with missing values and single steps, and give the same bytes
@@ -152,6 +153,18 @@ def test_untrusted_text_never_becomes_markup(text: str) -> None:
     assert not {name for _, attributes in hostile.tags for name in attributes if name.startswith("on")}
     document.encode("utf-8")
     assert not set("\u202e\u202c\x00\x1b\x7f") & set(document)
+
+
+def test_a_secret_that_the_process_knows_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the fox says correct horse"
+    samples, card = [sample(text)], f"# Data\n\n- {text}\n"
+    given = report(samples=samples, notable={"lowest": samples}, data_card=card)
+    count = render(given).count(text)
+    assert count == 7, "three texts of each sample, and the data card"
+    monkeypatch.setenv("MY_TOKEN", "correct horse")
+    shown = render(given)
+    assert "correct horse" not in shown and shown.count("the fox says (hidden)") == count
+    assert given.samples == [sample(text)]
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -2,13 +2,16 @@
 
 - the items that a policy lost are ranked by their share, with both answers; items that it won are left out
 - the rows of a step are those that the training takes, by its seed, also in later epochs
-- a set that does not exist, a step after the last one, and contradicting options are refused
+- a set that does not exist, a step after the last one, one that an early stop left out, and contradicting
+  options are refused
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,10 +44,14 @@ def ids(text: str) -> tuple[int, ...]:
 @pytest.fixture
 def run(tmp_path: Path) -> FinishedRun:
     """A run with seven rows, batches of three and two epochs, and a regression set of four items."""
+    return _run(tmp_path)
+
+
+def _run(tmp_path: Path, metrics: Mapping[str, float] | None = None, **sft: Any) -> FinishedRun:
     settings = {"batch_size": BATCH, "epochs": 2}
-    tree = {"run": {"home": str(tmp_path), "seed": SEED}, "sft": settings, "reward": settings}
+    tree = {"run": {"home": str(tmp_path), "seed": SEED}, "sft": settings | sft, "reward": settings}
     config = PipelineConfig.model_validate(tree)
-    made = Provenance(config=config.model_dump(mode="json", by_alias=True))
+    made = Provenance(config=config.model_dump(mode="json", by_alias=True), metrics=metrics or {})
     data = write_data_artifact(
         tmp_path / "data",
         sft=[SFTExample(ids(word), (1,) * len(ids(word)), "chats") for word in WORDS],
@@ -116,7 +123,7 @@ def test_the_rows_of_a_step_are_those_of_its_batch(
         assert [row.index for row in rows] == list(expected) and len(rows) == (1 if batch == 2 else 3)
         assert [row.texts[0] for row in rows] == [WORDS[index] for index in expected]
     assert rows[0].source == ("chats" if stage == "sft" else "people")
-    with pytest.raises(InputError, match=f"a step of {stage}, 1 to 6; got 7"):
+    with pytest.raises(InputError, match=f"a step that {stage} made, 1 to 6; got 7"):
         trained_rows(run, stage, 7)  # type: ignore[arg-type]
     command = ["blame", "small", "--home", str(run.home.path), "--stage", stage]
     assert main([*command, "--step", "1"]) == 0
@@ -124,3 +131,16 @@ def test_the_rows_of_a_step_are_those_of_its_batch(
     assert "3 rows; they are not ranked, because" in out and out.count("\nrow ") == 3
     assert ("    chosen: cat" in out) == (stage == "reward")
     assert main(command) == 2
+
+
+def test_a_step_that_an_early_stop_left_out_is_refused(tmp_path: Path) -> None:
+    early_stop = {"every": 2, "patience": 1}
+    run = _run(tmp_path / "early", {"best_step": 2.0}, early_stop=early_stop)
+    assert trained_rows(run, "sft", 4)
+    with pytest.raises(InputError, match="a step that sft made, 1 to 4; got 5"):
+        trained_rows(run, "sft", 5)
+    # The epochs end before the patience does.
+    run = _run(tmp_path / "late", {"best_step": 6.0}, early_stop=early_stop)
+    assert trained_rows(run, "sft", 6)
+    with pytest.raises(InputError, match="1 to 6; got 7"):
+        trained_rows(run, "sft", 7)

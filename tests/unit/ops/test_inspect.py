@@ -10,6 +10,10 @@
 - the answers of an evaluation are shown by prompt and by model, also of a run without PPO
 - what a person says about a response is an annotation: shown, a filter, replaced and removed by the same
   person only, and there when the run is opened again; pages of other origins cannot write it
+- each browser keeps the name of its person
+- a response that was opened from a table leads to those before and after it there, also if a label takes it
+  out of the table
+- a record that was pruned, or a file that is none of its annotations, is a page that says what to do
 - a folder `step=9` in the path of a record is no value of a column
 - ranges are named only where they have a value
 - NaN is no value, columns without values are left out, a missing level has no gap
@@ -480,20 +484,22 @@ def run(record: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_label_of_a_person_is_an_annotation_and_a_filter(run: Path, tmp_path: Path) -> None:
-    found = find_run("small", str(run))
+def _opened(run: Path, name: str) -> TestClient:
+    """Return a browser with the pages of a run. `name` is a new folder for their database."""
+    (run / name).mkdir()
+    rollouts = Rollouts(recorded_runs([find_run("small", str(run))])["ppo"], run / name)
+    return TestClient(make_app({"ppo": rollouts}, "secret"), base_url="http://127.0.0.1:80")
 
-    def opened(name: str) -> TestClient:
-        (tmp_path / name).mkdir()
-        rollouts = Rollouts(recorded_runs([found])["ppo"], tmp_path / name)
-        return TestClient(make_app({"ppo": rollouts}, "secret"), base_url="http://127.0.0.1:80")
+
+def test_a_label_of_a_person_is_an_annotation_and_a_filter(run: Path) -> None:
+    found = find_run("small", str(run))
 
     def rows(name: str) -> list[dict[str, object]]:
         file = annotations_of(*found.artifact("ppo"), name)[name]
         rows: list[dict[str, object]] = pq.read_table(file).to_pylist()
         return rows
 
-    web, page = opened("one"), "/secret/ppo/response?of=0,4,1&text=dog"
+    web, page = _opened(run, "one"), "/secret/ppo/response?of=0,4,1&text=dog"
     assert "Labelled by" not in web.get("/secret/ppo/responses").text
     for by, label, note in (
         ("Ann", "hack", "calms"),
@@ -518,7 +524,7 @@ def test_a_label_of_a_person_is_an_annotation_and_a_filter(run: Path, tmp_path: 
     ]
     table = pa.Table.from_pylist([dict(zip(LABELS.names, row, strict=True)) for row in further], LABELS)
     annotate(*found.artifact("ppo"), "script", table, "script.py")
-    web = opened("two")
+    web = _opened(run, "two")
     assert "script: <b>odd</b> <" in web.get("/secret/ppo/response?of=0,3,0").text
     assert "script" not in web.get("/secret/ppo/response?of=0,3,1").text.partition("<article>")[2]
     assert web.get("/secret/ppo/response?of=0,9,9").status_code == 400
@@ -543,6 +549,106 @@ def test_a_label_of_a_person_is_an_annotation_and_a_filter(run: Path, tmp_path: 
         assert web.post(page, data={"by": "ann"}, headers={"origin": origin}).status_code == 403
     assert web.post("/ppo/response", data={"by": "ann"}).status_code == 404
     assert web.post("/secret/match/response", data={"by": "ann"}).status_code == 404
+
+
+def test_each_browser_keeps_the_name_of_its_person(run: Path) -> None:
+    ann, page = _opened(run, "one"), "/secret/ppo/response?of=0,4,1"
+    bob = TestClient(ann.app, base_url="http://127.0.0.1:80")
+    for web, name in ((ann, "Ann"), (bob, "bob")):
+        form = {"response": "0,4,1", "by": name, "label": f"of {name}"}
+        cookie = web.post(page, data=form, follow_redirects=False).headers["set-cookie"]
+        assert cookie == f"by={name.lower()}; HttpOnly; Path=/secret; SameSite=strict"
+    for web, name in ((ann, "ann"), (bob, "bob")):
+        assert f'<input name="by" value="{name}"' in web.get(page).text
+        assert f'<input name="label" value="of {name.title() if web is ann else name}"' in web.get(page).text
+    assert '<input name="by" value=""' in TestClient(ann.app, base_url="http://127.0.0.1:80").get(page).text
+
+
+def _near(page: str) -> dict[str, str]:
+    """Return the addresses of the links to the responses before and after one, without the server."""
+    found = re.findall(r'<a rel="(prev|next)"[^>]* href="/secret/ppo/([^"]*)"', page)
+    return {name: html.unescape(address) for name, address in found}
+
+
+def test_a_response_leads_to_those_before_and_after_it_in_its_table(run: Path) -> None:
+    web = _opened(run, "one")
+    table = web.get("/secret/ppo/responses?sort=kl&order=up&source=chats").text
+    addresses = [html.unescape(each) for each in re.findall(r'href="(/secret/ppo/response\?[^"]*)"', table)]
+    of = [parse_qs(urlsplit(address).query)["of"][0] for address in addresses]
+    assert len(of) == 12 and of[0] == "0,1,0"
+    address, passed = addresses[0], list[str]()
+    while address:
+        page = web.get(address).text
+        passed += re.findall('name="response" value="([^"]*)"', page)
+        assert f"{len(passed)} of 12</a>" in page and ("prev" in _near(page)) == (len(passed) > 1)
+        address = f"/secret/ppo/{_near(page)['next']}" if "next" in _near(page) else ""
+    assert passed == of
+    back = web.get(f"/secret/ppo/{_near(page)['prev']}").text
+    assert f'name="response" value="{of[-2]}"' in back
+    assert "/secret/ppo/responses?sort=kl&amp;order=up&amp;source=chats&amp;offset=0" in back
+    assert not _near(web.get("/secret/ppo/response?of=0,1,0").text), "it was opened from no table"
+
+    labelled = ["0,1,0", "0,2,1", "0,3,2"]
+    for each in labelled:
+        web.post("/secret/ppo/response?of=0,1,0", data={"response": each, "by": "ann", "label": "x"})
+    opened = "/secret/ppo/response?of=0,2,1&label=x&sort=step&order=up&at=1"
+    after = parse_qs(urlsplit(_near(web.get(opened).text)["next"]).query)
+    assert (after["of"], after["at"]) == ([labelled[2]], ["2"])
+    web.post(opened, data={"response": "0,2,1", "by": "ann"})
+    after = parse_qs(urlsplit(_near(web.get(opened).text)["next"]).query)
+    assert (after["of"], after["at"]) == ([labelled[2]], ["1"])
+    assert web.get("/secret/ppo/response?of=0,1,0&at=-1").status_code == 400
+
+
+def test_a_pair_leads_to_the_next_pair(client: TestClient) -> None:
+    table = client.get("/secret/ppo/pairs?sort=score").text
+    addresses = [html.unescape(each) for each in re.findall(r'href="/secret/ppo/(response\?[^"]*)"', table)]
+    assert len(addresses) == 4
+    links = [_near(client.get(f"/secret/ppo/{address}").text) for address in addresses]
+
+    def key(address: str) -> tuple[list[str], list[str]]:
+        query = parse_qs(urlsplit(address).query)
+        return query["of"], query["beside"]
+
+    assert [key(each["next"]) for each in links[:-1]] == list(map(key, addresses[1:]))
+    assert [key(each["prev"]) for each in links[1:]] == list(map(key, addresses[:-1]))
+    assert "next" not in links[-1] and "prev" not in links[0]
+
+
+def test_a_record_that_was_pruned_or_replaced_is_a_page_that_says_so(run: Path) -> None:
+    web, page = _opened(run, "one"), "/secret/ppo/response?of=0,4,1"
+    parts = sorted((find_run("small", str(run)).recorded("ppo") / "record").iterdir())
+    form = {"response": "0,4,1", "by": "ann", "label": "x"}
+    foreign = pa.table({"a": [1]})
+    for change in (
+        lambda file: file.write_text("no Parquet"),
+        lambda file: pq.write_table(foreign, file),
+        Path.unlink,
+    ):
+        change(parts[1])
+        for answer in (web.get(page), web.get("/secret/ppo/responses"), web.post(page, data=form)):
+            assert answer.status_code == 400
+            assert f"{parts[1].name} was pruned or replaced; run its configuration" in answer.text
+    assert web.get("/secret/ppo/steps").status_code == 200
+
+
+def test_a_file_that_is_no_annotation_is_named(run: Path) -> None:
+    web, page = _opened(run, "one"), "/secret/ppo/response?of=0,4,1"
+    found = find_run("small", str(run))
+    form = {"response": "0,4,1", "by": "ann", "label": "x"}
+    web.post(page, data=form)
+    file = annotations_of(*found.artifact("ppo"), "ann")["ann"]
+    foreign, of_nobody = pa.table({"a": [1]}), pq.read_table(file).replace_schema_metadata(None)
+    for write in (
+        lambda: file.write_text("no Parquet"),
+        lambda: pq.write_table(foreign, file),
+        lambda: pq.write_table(of_nobody, file),
+    ):
+        write()
+        answer = web.post(page, data=form)
+        assert answer.status_code == 400 and f"{file} is no annotation of" in answer.text
+        with pytest.raises(InputError, match=r"ann\.parquet is no annotation .* move it to another folder"):
+            recorded_runs([found])
 
 
 def test_a_run_without_ppo_shows_the_answers_of_its_evaluation_by_prompt(
@@ -617,7 +723,7 @@ def test_the_command_prints_a_link_and_ends_with_ctrl_c(run: Path) -> None:
 def test_a_run_without_a_record_is_an_input_error(record: Path, tmp_path: Path) -> None:
     shutil.copytree(record, tmp_path / "ppo", ignore=shutil.ignore_patterns("record"))
     _publish(tmp_path, "bare", {"ppo": tmp_path / "ppo"})
-    with pytest.raises(InputError, match="bare has no recorded rollouts"):
+    with pytest.raises(InputError, match=r"bare has no record \(record\.level"):
         recorded_runs([find_run("bare", str(tmp_path))])
 
 

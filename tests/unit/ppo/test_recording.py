@@ -6,6 +6,7 @@ ranks.
   staleness and with filtering
 - a group that filtering replaced is kept, with its rewards and the reason
 - the levels have the columns that they name; without the record, metrics and updates are the same
+- what the limit leaves out does not depend on kills, also if the first step is too large
 - once the record is full, nothing is fetched or computed for it
 - a table of samples has the responses with their exact scores and KL, with and without a record
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from typing_extensions import override
 
@@ -253,6 +255,21 @@ def test_a_kill_at_any_moment_does_not_change_the_record(
         assert found is not None
         # As text: NaN is not equal to itself.
         assert repr(found.to_pylist()) == repr(expected.to_pylist()), f"killed at moment {moment}"
+
+
+def test_a_kill_records_nothing_if_the_first_step_was_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ppo = {"prompts_per_step": 2}
+    recorded = undisturbed(tmp_path / "whole", ppo=ppo)
+    # The last step has fewer tokens than the first, and the last checkpoint is before it.
+    limit = recorded.filter(pc.field("step") == STEPS).nbytes
+    count = moments(Run(tmp_path / "counted", ppo=ppo, max_bytes=limit), monkeypatch, None)
+    for moment in range(count):
+        run = Run(tmp_path / str(moment), ppo=ppo, max_bytes=limit)
+        with pytest.raises(Killed):
+            moments(run, monkeypatch, moment)
+        assert run.attempt() is None, f"killed at moment {moment}"
 
 
 def test_replaced_groups_are_kept(tmp_path: Path) -> None:

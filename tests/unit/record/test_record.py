@@ -5,6 +5,7 @@
 - an attempt that continues has each step once, with the parts of its checkpoint
 - a second attempt in the same folders begins without what the first one left there
 - from the step on that would exceed the limit nothing is recorded, also by later attempts
+- a stage that has collected no answers writes no record
 - a column that a part lacks is null; a missing record and a missing column are errors that name them
 - docs/record.md has every column with its type and level; its example and that of the reader run
 - the digest of an artifact, which is in later keys, is the same for every record, and a fetch leaves the
@@ -27,7 +28,8 @@ from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.record import reader
 from rlhf_core.record.reader import RECORD, read_rollouts
 from rlhf_core.record.schema import ANSWER_COLUMNS, COLUMNS, REWARD_COLUMNS, schema_of
-from rlhf_core.record.writer import RecordWriter
+from rlhf_core.record.writer import AnswerRecord, RecordWriter
+from rlhf_core.run.local_context import stage_context
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
 from rlhf_core.storage.store import Store
 
@@ -93,7 +95,7 @@ def test_an_attempt_that_continues_has_each_step_once(tmp_path: Path) -> None:
             first.save(checkpoints[step // 2 - 1])
     # Killed after step 5, and the newest checkpoint is damaged.
     second = writer(tmp_path / "second")
-    second.restore(checkpoints[0], 2)
+    second.restore(checkpoints[0], is_full=False)
     for step in (3, 4, 5, 6):
         second.add(step, rows(step))
     second.save(tmp_path / "output")
@@ -114,7 +116,7 @@ def test_an_attempt_in_the_same_folders_leaves_nothing_of_the_one_before(tmp_pat
     first.add(2, rows(2))
     first.save(folders[1])
     second = writer(folders[0])
-    second.restore(tmp_path / "checkpoint-1", 1)
+    second.restore(tmp_path / "checkpoint-1", is_full=False)
     for step in (2, 3):
         second.add(step, rows(step))
     second.save(folders[1])
@@ -130,7 +132,7 @@ def test_nothing_is_recorded_beyond_the_limit(tmp_path: Path, caplog: pytest.Log
     assert "step 3 and later ones are not recorded" in caplog.text and first.is_full
     first.save(tmp_path / "checkpoint")
     second = writer(tmp_path / "second", max_bytes=limit)
-    second.restore(tmp_path / "checkpoint", 3)
+    second.restore(tmp_path / "checkpoint", is_full=first.is_full)
     assert second.is_full
     second.add(4, rows(4).slice(0, 0))  # nothing, which would fit
     second.add(4, rows(4))
@@ -140,10 +142,16 @@ def test_nothing_is_recorded_beyond_the_limit(tmp_path: Path, caplog: pytest.Log
 
 def test_an_attempt_whose_checkpoint_has_no_record_records_its_steps(tmp_path: Path) -> None:
     record = writer(tmp_path / "parts")
-    record.restore(tmp_path / "checkpoint", 5)
+    record.restore(tmp_path / "checkpoint", is_full=False)
     record.add(6, rows(6))
     record.save(tmp_path)
     assert read_rollouts(tmp_path, ["step"])["step"].to_pylist() == [6, 6]
+
+
+def test_a_stage_without_answers_has_no_record(tmp_path: Path) -> None:
+    context = stage_context(tmp_path)
+    AnswerRecord("match", RecordConfig(), seed=int).save(context)
+    assert not (context.output / RECORD).exists()
 
 
 def test_a_column_that_a_part_lacks_is_null(tmp_path: Path) -> None:
@@ -151,7 +159,7 @@ def test_a_column_that_a_part_lacks_is_null(tmp_path: Path) -> None:
     first.add(1, rows(1, "rewards"))
     first.save(tmp_path)
     second = writer(tmp_path / "second", level="all")
-    second.restore(tmp_path, 1)
+    second.restore(tmp_path, is_full=False)
     second.add(2, rows(2, "all"))
     second.save(tmp_path / "output")
     found = read_rollouts(tmp_path / "output", ["rollout_logprobs"])["rollout_logprobs"].to_pylist()

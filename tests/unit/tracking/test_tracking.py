@@ -311,13 +311,14 @@ def test_after_a_failure_flush_does_not_try_again_at_once(tracking: Tracking, tr
 
 
 def test_tables_figures_and_files_are_seen_by_the_ui(
-    tracking: Tracking, database: Path, tmp_path: Path
+    tracking: Tracking, database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from matplotlib.figure import Figure
 
+    monkeypatch.setenv("MY_TOKEN", "correct horse")
     run = stage(tracking, None)
     run.log_table("samples/step-1", [{"prompt": "a\u00df", "score": 0.5}, {"prompt": "b", "more": [1]}])
-    run.log_table("samples/step-1", [{"prompt": "c", "score": 1.0}])
+    run.log_table("samples/step-1", [{"prompt": "c, correct horse", "score": 1.0}])
     run.log_figure("reward", Figure())
     (tmp_path / "report.html").write_text("<p>")
     run.log_file(tmp_path / "report.html", "report")
@@ -329,7 +330,9 @@ def test_tables_figures_and_files_are_seen_by_the_ui(
         "tables/samples/step-1.json", "plots/reward.png", "report/report.html", "report.html",
     }  # fmt: skip
     table = json.loads((root / "tables/samples/step-1.json").read_text())
-    assert table == {"columns": ["prompt", "score"], "data": [["c", 1.0]]}, "replaced, as a replay would"
+    assert table == {"columns": ["prompt", "score"], "data": [["c, (hidden)", 1.0]]}, (
+        "replaced, as a replay would"
+    )
     assert json.loads(state["tags"]["mlflow.loggedArtifacts"]) == [
         {"path": "tables/samples/step-1.json", "type": "table"}
     ]
