@@ -241,25 +241,31 @@ class ResponseScorer:
         if measure == "rules":
             return list(score_rules(self.config, rule_sources(self.config), samples, reward_code).total)
         assert reward is not None
-        return self.reward_model(reward, samples)
+        return self.reward_model(MODEL_STAGES[measure], reward, samples)
 
-    def reward_model(self, folder: Path, samples: Sequence[RewardInput]) -> list[float]:
+    def reward_model(self, stage: StageName, folder: Path, samples: Sequence[RewardInput]) -> list[float]:
         """Return the (n,) scores of the reward model in `folder`, normalised by its statistics. An ensemble
         has one model in memory at a time, and its scores are combined as its folder specifies.
+
+        `stage` has trained it: precision and sharding are those of its training.
         """
         from rlhf_core.models.scoring import combined, load_ensemble, member_folders
 
         pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-        by_member = [self._member(member, pairs) for member in member_folders(folder)]
+        config = self.config
+        if stage == "judge":
+            config = config.model_copy(update={"reward": config.reward.of_judge})
+        by_member = [self._member(config, member, pairs) for member in member_folders(folder)]
         return combined(load_ensemble(folder), by_member)
 
-    def _member(self, folder: Path, pairs: Sequence[PromptAndResponse]) -> list[float]:
+    def _member(
+        self, config: PipelineConfig, folder: Path, pairs: Sequence[PromptAndResponse]
+    ) -> list[float]:
         """Return the scores of one reward model, computed by ranks or in this process."""
         # Here, because the preflight imports this module, and needs no torch.
         from rlhf_core.models.score import load_score_model
         from rlhf_core.models.scoring import sequence_scores, single_process_batches
 
-        config = self.config
         if needs_actors(config.evaluate.ranks):
             found: list[float] = on_ranks(
                 scores_of_rank, config, self.device, self.context, folder, pairs, self.pad_id
