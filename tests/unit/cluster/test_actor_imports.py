@@ -25,7 +25,7 @@ print(sorted(set(Actor.unused) & {name for name, module in sys.modules.items() i
 """
 INTERVAL = """
 from rlhf_core.evaluation.statistics import win_rate
-print(win_rate([1.0, 0.0, 1.0, 1.0], confidence=0.95, groups=["a", "a", "b", "c"]).value)
+print(win_rate([1.0, 0.0, 1.0, 1.0], confidence=0.95, groups=["a", "a", "b", "c"]).mean)
 """
 
 
