@@ -38,6 +38,7 @@ from rlhf_core.evaluation.scoring import (
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.models.score import load_score_model
 from rlhf_core.models.scoring import sequence_scores, single_process_batches
+from rlhf_core.pipeline import StageName
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 from tests.support.tiny_llama import save_tiny_llama
@@ -78,7 +79,8 @@ def test_judge_and_reward_model_score_in_the_precision_of_their_training(tmp_pat
     reward = {"deepspeed": {"dtype": "bfloat16"}, "judge": {"deepspeed": {"dtype": "float32"}}}
     scorer = ResponseScorer(PipelineConfig.model_validate({"reward": reward}), 0, "cpu")
     samples = [RewardInput(f"p{i}", "", "", *pair, True, {}) for i, pair in enumerate(pairs)]
-    for stage, dtype in {"judge": "float32", "reward": "bfloat16"}.items():
+    dtypes: dict[StageName, str] = {"judge": "float32", "reward": "bfloat16"}
+    for stage, dtype in dtypes.items():
         model = load_score_model(folder, dtype=dtype, attention="sdpa", device="cpu").eval()
         wanted = sequence_scores(model, model.statistics, single_process_batches(model, pairs, 64, 0))
         assert scorer.reward_model(stage, folder, samples) == wanted
