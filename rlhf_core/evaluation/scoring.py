@@ -252,20 +252,20 @@ class ResponseScorer:
         from rlhf_core.models.scoring import combined, load_ensemble, member_folders
 
         pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-        config = self.config
+        scorer = self
         if stage == "judge":
-            config = config.model_copy(update={"reward": config.reward.of_judge})
-        by_member = [self._member(config, member, pairs) for member in member_folders(folder)]
+            settings = self.config.reward.of_judge
+            scorer = replace(self, config=self.config.model_copy(update={"reward": settings}))
+        by_member = [scorer._member(member, pairs) for member in member_folders(folder)]
         return combined(load_ensemble(folder), by_member)
 
-    def _member(
-        self, config: PipelineConfig, folder: Path, pairs: Sequence[PromptAndResponse]
-    ) -> list[float]:
+    def _member(self, folder: Path, pairs: Sequence[PromptAndResponse]) -> list[float]:
         """Return the scores of one reward model, computed by ranks or in this process."""
         # Here, because the preflight imports this module, and needs no torch.
         from rlhf_core.models.score import load_score_model
         from rlhf_core.models.scoring import sequence_scores, single_process_batches
 
+        config = self.config
         if needs_actors(config.evaluate.ranks):
             found: list[float] = on_ranks(
                 scores_of_rank, config, self.device, self.context, folder, pairs, self.pad_id
