@@ -112,9 +112,8 @@ class Actor:
     """Base class of all actors. It registers the process with the heartbeat monitor."""
 
     unused: tuple[str, ...] = ("mlflow", "sklearn")
-    """Packages that DeepSpeed (for its autotuner) and transformers (for assisted generation) import if they
-    find them. No actor uses them: the stage's process tracks. They take a quarter of the CPU time in which a
-    rank imports both.
+    """Packages that no actor uses, as the stage's process tracks. DeepSpeed (for its autotuner) and
+    transformers (for assisted generation) import them if they find them, in a quarter of a rank's imports.
     """
     running = ""
     """Name of the `rpc` method that runs, or ""."""

@@ -244,18 +244,16 @@ class ResponseScorer:
         return self.reward_model(MODEL_STAGES[measure], reward, samples)
 
     def reward_model(self, stage: StageName, folder: Path, samples: Sequence[RewardInput]) -> list[float]:
-        """Return the (n,) scores of the reward model in `folder`, normalised by its statistics. An ensemble
-        has one model in memory at a time, and its scores are combined as its folder specifies.
-
-        `stage` has trained it: precision and sharding are those of its training.
+        """Return the (n,) scores of the model of `stage` in `folder`, normalised by its statistics, in the
+        precision of its training. An ensemble has one model in memory at a time; its folder combines scores.
         """
         from rlhf_core.models.scoring import combined, load_ensemble, member_folders
 
         pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
         scorer = self
         if stage == "judge":
-            settings = self.config.reward.of_judge
-            scorer = replace(self, config=self.config.model_copy(update={"reward": settings}))
+            judge = self.config.reward.of_judge
+            scorer = replace(self, config=self.config.model_copy(update={"reward": judge}))
         by_member = [scorer._member(member, pairs) for member in member_folders(folder)]
         return combined(load_ensemble(folder), by_member)
 
