@@ -108,23 +108,19 @@ def rpc(timeout: Literal["start", "stall", "sync"] = "stall") -> Callable[[Calla
     return wrap
 
 
-_UNUSED = ("mlflow", "sklearn", "scipy")
-"""Packages that DeepSpeed (for its autotuner), transformers (for assisted generation and losses of object
-detection) and vLLM (for audio) import if they find them. No actor uses them: the stage's process tracks. The
-first two take a quarter of the CPU time in which a rank imports DeepSpeed and transformers, and SciPy takes
-7 % of that in which an engine imports vLLM.
-"""
-
-
 class Actor:
     """Base class of all actors. It registers the process with the heartbeat monitor."""
 
+    unused: tuple[str, ...] = ("mlflow", "sklearn")
+    """Packages that no actor uses, as the stage's process tracks. DeepSpeed (for its autotuner) and
+    transformers (for assisted generation) import them if they find them, in a quarter of a rank's imports.
+    """
     running = ""
     """Name of the `rpc` method that runs, or ""."""
     _gpu: GpuSampler | None = None
 
     def __init__(self, participant: ParticipantSpec) -> None:
-        for name in _UNUSED:
+        for name in self.unused:
             # With None, Python treats a module that is not imported yet as missing.
             sys.modules.setdefault(name, cast(Any, None))
         self.participant = participant

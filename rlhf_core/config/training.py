@@ -17,6 +17,7 @@ from rlhf_core.config.base import (
     Decay,
     Fraction,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
@@ -199,8 +200,8 @@ class SFTConfig(TrainingSection):
     """AdamW and its schedule"""
     eval_every: PositiveInt = execution(50)
     """Optimizer steps between evaluations on held-out rows; with `early_stop`, its `every` is used"""
-    samples: PositiveInt = result(8)
-    """Held-out prompts whose responses are logged at the end"""
+    samples: NonNegativeInt = result(8)
+    """Held-out prompts whose responses are logged at the end; 0: none"""
 
 
 Combine = Literal["mean", "worst_case", "uncertainty"]

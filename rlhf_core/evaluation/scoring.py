@@ -241,16 +241,20 @@ class ResponseScorer:
         if measure == "rules":
             return list(score_rules(self.config, rule_sources(self.config), samples, reward_code).total)
         assert reward is not None
-        return self.reward_model(reward, samples)
+        return self.reward_model(MODEL_STAGES[measure], reward, samples)
 
-    def reward_model(self, folder: Path, samples: Sequence[RewardInput]) -> list[float]:
-        """Return the (n,) scores of the reward model in `folder`, normalised by its statistics. An ensemble
-        has one model in memory at a time, and its scores are combined as its folder specifies.
+    def reward_model(self, stage: StageName, folder: Path, samples: Sequence[RewardInput]) -> list[float]:
+        """Return the (n,) scores of the model of `stage` in `folder`, normalised by its statistics, in the
+        precision of its training. An ensemble has one model in memory at a time; its folder combines scores.
         """
         from rlhf_core.models.scoring import combined, load_ensemble, member_folders
 
         pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
-        by_member = [self._member(member, pairs) for member in member_folders(folder)]
+        scorer = self
+        if stage == "judge":
+            judge = self.config.reward.of_judge
+            scorer = replace(self, config=self.config.model_copy(update={"reward": judge}))
+        by_member = [scorer._member(member, pairs) for member in member_folders(folder)]
         return combined(load_ensemble(folder), by_member)
 
     def _member(self, folder: Path, pairs: Sequence[PromptAndResponse]) -> list[float]:

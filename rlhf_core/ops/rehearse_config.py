@@ -190,6 +190,13 @@ class Derivation:
             if section.enabled:
                 self._of_section(stage, section.batch_size)
                 self._set(f"{stage}.threads", None)
+        # On several ranks they need an engine, which PPO and the evaluation start as well.
+        self._set("sft.samples", 0, "samples of the stage sft")
+        judge, shared = given.reward.judge, self.config.reward.deepspeed
+        if judge is not None and judge.deepspeed is None and shared.ranks > 1:
+            # Each rank costs its start, and those of the reward model run the same code.
+            alone = shared.model_copy(update={"ranks": 1, "zero_stage": 0})
+            self._set("reward.judge.deepspeed", alone, "several ranks of the judge")
         ensemble = given.reward.ensemble
         if ensemble is not None:
             self._set("reward.ensemble.members", min(ensemble.members, 2))

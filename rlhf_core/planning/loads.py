@@ -288,7 +288,7 @@ def _turn_loads(
 def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[DeviceLoad]:
     """Yield the memory of each rank that computes log-probabilities or scores (`evaluation.rank_scoring`).
 
-    Of the policy and the reward model, that of the larger one.
+    Of the policy, the reward model and the judge, that of the largest one.
     """
     ranks, longest = config.evaluate.ranks, config.max_sequence_tokens
     batch = ForwardPass(
@@ -297,14 +297,15 @@ def _evaluate(config: PipelineConfig, shape: ModelShape, kind: str) -> Iterator[
     trained = {"policy": config.ppo.policy_deepspeed}
     if config.reward.enabled:
         trained["reward model"] = config.reward.deepspeed
+    if config.reward.judge is not None:
+        trained["judge"] = config.reward.of_judge.deepspeed
     loads_of_models = []
     for what, settings in trained.items():
         stage: Literal[0, 3] = 3 if settings.zero_stage == 3 and ranks > 1 else 0
         deepspeed = DeepSpeedConfig(ranks=ranks, zero_stage=stage, dtype=settings.dtype)
-        scores = what == "reward model"
-        model = Model(
-            shape, deepspeed, trained=False, scores=scores, device=kind, head=config.model.head_dtype
-        )
+        own = shape_of_stage(config, "judge", shape) if what == "judge" else shape
+        scores = what != "policy"
+        model = Model(own, deepspeed, trained=False, scores=scores, device=kind, head=config.model.head_dtype)
         load = DeviceLoad(EVALUATION, what, "load", ranks, model.loading, device=kind)
         scoring = model.state + model.scoring(batch)
         loads_of_models.append((load, DeviceLoad(EVALUATION, what, "score", ranks, scoring, device=kind)))

@@ -316,7 +316,7 @@ def _measure(
         measures["gold"] = by_model(scoring.score_gold(all_responses))
         report()
     for name, stage in models.items():
-        measures[name] = by_model(scorer.reward_model(context.inputs[stage] / "model", all_responses))
+        measures[name] = by_model(scorer.reward_model(stage, context.inputs[stage] / "model", all_responses))
         report()
     if sources:
         batch = scoring.score_rules(

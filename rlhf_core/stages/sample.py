@@ -192,10 +192,10 @@ def _scores(
     """Return the (n,) scores of the answers by rewards or by the second reward model."""
     assert config.sample is not None
     if config.sample.judge == "judge_model":
-        return scorer.reward_model(context.inputs["judge"] / "model", samples)
+        return scorer.reward_model("judge", context.inputs["judge"] / "model", samples)
     model_scores = None
     if config.ppo.uses_reward_model:
-        model_scores = scorer.reward_model(context.inputs["reward"] / "model", samples)
+        model_scores = scorer.reward_model("reward", context.inputs["reward"] / "model", samples)
     code = code_digests(config.ppo.rewards, context.sources)
     return scoring.score_as_ppo(config, samples, model_scores, code)
 

@@ -67,7 +67,7 @@ def test_two_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
     load_score_model(files.model, dtype="float32", attention="sdpa", device="cpu").save(tmp_path / "reward")
     samples = [RewardInput("p", "", "", *pair, True, {}) for pair in PAIRS]
     scores = [
-        ResponseScorer(config, 0, "cpu").reward_model(tmp_path / "reward", samples)
+        ResponseScorer(config, 0, "cpu").reward_model("reward", tmp_path / "reward", samples)
         for config in (config_of(0), config_of(0, ranks=2))
     ]
     assert scores[1] == pytest.approx(scores[0], rel=1e-5, abs=1e-5) and len(set(scores[0])) > 1

@@ -176,7 +176,7 @@ def test_an_ensemble_scores_as_in_the_evaluation(
     samples = [RewardInput("", "", "", r.prompt_ids, r.response_ids, r.finished) for r in rollouts]
 
     def scored(part: Path) -> list[float]:
-        return ResponseScorer(config, 0, "cpu").reward_model(part, samples)
+        return ResponseScorer(config, 0, "cpu").reward_model("reward", part, samples)
 
     # Of a folder without `ensemble.json`, the first member alone.
     alone = [scored(part) for part in member_folders(folder)[1:]]

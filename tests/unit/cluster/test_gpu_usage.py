@@ -54,7 +54,7 @@ class Worker(Actor):
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     # Other tests of this process need the packages that an actor hides.
-    monkeypatch.setattr("rlhf_core.cluster.rpc._UNUSED", ())
+    monkeypatch.setattr(Worker, "unused", ())
     yield Worker(ParticipantSpec("worker", tmp_path, TimeoutsConfig()))
     unregister()
 

@@ -2,6 +2,7 @@
 
 - the KL of a response is the sum over its tokens of log policy - log SFT model, at the temperature of the
   evaluation
+- reward model and judge score in the precision of their training, and not in that of each other
 - responses are sampled at that temperature, in batches, with seeds that depend only on the prompt, and the
   engine is always shut down
 - the digest of rules covers their code and every setting that changes a value; changed code is refused
@@ -35,6 +36,9 @@ from rlhf_core.evaluation.scoring import (
     judge_digests,
 )
 from rlhf_core.evaluation.summary import Intervals
+from rlhf_core.models.score import load_score_model
+from rlhf_core.models.scoring import sequence_scores, single_process_batches
+from rlhf_core.pipeline import StageName
 from rlhf_core.testing.engines import Reply, Request, scripted_engines
 from rlhf_core.types import PairExample, PromptExample, RewardInput
 from tests.support.tiny_llama import save_tiny_llama
@@ -65,6 +69,21 @@ def test_kl_is_the_sum_of_log_ratios_at_the_evaluation_temperature(
     wanted = [logprob(policy, *pair) - logprob(sft, *pair) for pair in pairs]
     found = ResponseScorer(CONFIG, 0, "cpu").policy_kl(PolicyFiles(folders[0]), folders[1], samples)
     assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_judge_and_reward_model_score_in_the_precision_of_their_training(tmp_path: Path) -> None:
+    sft = save_tiny_llama(tmp_path / "sft", 0)
+    folder, pairs = tmp_path / "judge", [((5, 6, 7), (8, 9, 10, 11)), ((12,), (13,))]
+    torch.manual_seed(0)
+    load_score_model(sft, dtype="float32", attention="sdpa", device="cpu").save(folder)
+    reward = {"deepspeed": {"dtype": "bfloat16"}, "judge": {"deepspeed": {"dtype": "float32"}}}
+    scorer = ResponseScorer(PipelineConfig.model_validate({"reward": reward}), 0, "cpu")
+    samples = [RewardInput(f"p{i}", "", "", *pair, True, {}) for i, pair in enumerate(pairs)]
+    dtypes: dict[StageName, str] = {"judge": "float32", "reward": "bfloat16"}
+    for stage, dtype in dtypes.items():
+        model = load_score_model(folder, dtype=dtype, attention="sdpa", device="cpu").eval()
+        wanted = sequence_scores(model, model.statistics, single_process_batches(model, pairs, 64, 0))
+        assert scorer.reward_model(stage, folder, samples) == wanted
 
 
 def token_of_seed(request: Request) -> Reply:

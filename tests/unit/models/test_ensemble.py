@@ -140,7 +140,7 @@ def test_evaluation_and_service_return_the_combined_score(tmp_path: Path) -> Non
 
     config = config_from_tree({"run": {"device": "cpu"}}, "test")
     samples = [RewardInput("p", "", "", *pair, True, {}) for pair in pairs]
-    found = ResponseScorer(config, int(tokenizer.pad_token_id), "cpu").reward_model(folder, samples)
+    found = ResponseScorer(config, int(tokenizer.pad_token_id), "cpu").reward_model("reward", folder, samples)
     assert found == pytest.approx(wanted, abs=1e-6)
     assert Scorer(folder).scores(pairs) == pytest.approx(wanted, abs=1e-6)
     assert config.reward.members == 1
