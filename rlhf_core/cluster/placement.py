@@ -27,7 +27,7 @@ def node_name(node: Mapping[str, Any]) -> str:
 class RayCluster:
     """What the driver of a stage asks Ray about its cluster.
 
-    `rlhf_core.testing.cluster.ScriptedCluster` answers without Ray.
+    `tests.support.scripted_cluster.ScriptedCluster` answers without Ray.
     """
 
     def own_id(self) -> str:

@@ -26,10 +26,10 @@ from rlhf_core.executors.spec import StageSpec
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, open_artifacts
 from rlhf_core.storage.store import open_store
-from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef, StageContext, StageResult
 from tests.support.attempts import attempt_with
 from tests.support.other_host import Elsewhere
+from tests.support.scripted_cluster import ScriptedCluster, node
 
 KEY = "0" * 16
 FOLDER = f"artifacts/sft/{KEY}"

@@ -20,9 +20,9 @@ from rlhf_core.storage.backend import LocalFiles
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
-from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef
 from tests.support.demo_data import with_demo_data
+from tests.support.scripted_cluster import ScriptedCluster, node
 
 
 class Bucket(LocalFiles):

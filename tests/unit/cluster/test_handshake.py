@@ -32,7 +32,7 @@ from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.spec import stage_environment
 from rlhf_core.pipeline import STAGES, stages_between
 from rlhf_core.system.home import Home
-from rlhf_core.testing.cluster import ScriptedCluster, node
+from tests.support.scripted_cluster import ScriptedCluster, node
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from rlhf_core.errors import StoreError, WorkerDied
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor, Participant
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.testing.cluster import ScriptedCluster, node
+from tests.support.scripted_cluster import ScriptedCluster, node
 
 
 class Agent:

@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core.cluster.placement import check_room, reserve, reserve_ranks
 from rlhf_core.errors import ConfigError, WorkerStuck
-from rlhf_core.testing.cluster import ScriptedCluster, node
+from tests.support.scripted_cluster import ScriptedCluster, node
 
 
 @pytest.fixture

@@ -38,13 +38,13 @@ from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.home import Home, output_folder
 from rlhf_core.testing import stage_context
-from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.ranks import ScriptedRankGroup, scripted_ranks
 from rlhf_core.types import ArtifactRef, SFTExample, StageContext
 from tests.support.claims import claim
 from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Bucket, Elsewhere, backend_of, bucket
+from tests.support.scripted_cluster import ScriptedCluster, node
 from tests.support.tiny_llama import save_tiny_llama
 
 CHECKPOINT = "checkpoints/k/step-00000002"

@@ -27,10 +27,10 @@ from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor
 from rlhf_core.system.home import output_folder
-from rlhf_core.testing.cluster import ScriptedCluster, node
 from rlhf_core.types import ArtifactRef
 from tests.support.claims import claim
 from tests.support.other_host import Elsewhere, backend_of, bucket
+from tests.support.scripted_cluster import ScriptedCluster, node
 from tests.support.scripted_store import ScriptedStore
 
 WRITTEN = {

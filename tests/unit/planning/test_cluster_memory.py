@@ -24,8 +24,8 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.pipeline import StageName, stages_between
 from rlhf_core.planning.check import check_cluster_memory
 from rlhf_core.planning.hardware import Hardware, cluster_hardware
-from rlhf_core.testing.cluster import node
 from tests.support.demo_data import config_with_demo_data as config_from_tree
+from tests.support.scripted_cluster import node
 
 LLAMA_8B = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "shapes" / "llama-3-8b.json"
 H100 = "NVIDIA H100 80GB HBM3"
