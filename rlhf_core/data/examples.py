@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, Limits, SetName, Source, Thoughts
 from rlhf_core.config.pipeline import PipelineConfig
@@ -72,8 +72,7 @@ _NEEDS: dict[SetName, str] = {
 # -- reading --
 
 
-@dataclass(frozen=True)
-class SourceRecord:
+class SourceRecord(NamedTuple):
     """A checked record and the row it comes from."""
 
     record: Record
@@ -271,8 +270,8 @@ def _pairs(records: Sequence[SourceRecord], field_name: str, counts: SetCounts) 
         for better, worse in zip(good, bad, strict=False):
             if better.record.response != worse.record.response:
                 joined += 1
-                record = replace(better.record, kind="preference", rejected=worse.record.response)
-                pairs.append(replace(better, record=record))
+                record = better.record._replace(kind="preference", rejected=worse.record.response)
+                pairs.append(better._replace(record=record))
     if not labelled:
         return pairs
     alone = labelled - 2 * joined
@@ -457,7 +456,7 @@ def join_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> dict[SetNa
         if question in questions:
             join(item.group, question)
     return {
-        name: [replace(item, group=root(item.group)) for item in items] for name, items in records.items()
+        name: [item._replace(group=root(item.group)) for item in items] for name, items in records.items()
     }
 
 
@@ -695,7 +694,7 @@ def _tokens_of_conversation(record: Record, encoder: Encoder, most: int) -> list
         raise RecordDropped(NOTHING_TO_LEARN, {TEXT: estimated_tokens(record.prompt_text)})
     last = record.messages[-1]
     # The rest is cut. Tokenizing it could take minutes.
-    last = replace(last, content=encoder.beginning(last.content, max(most, _MEASURED_TEXT)))
+    last = last._replace(content=encoder.beginning(last.content, max(most, _MEASURED_TEXT)))
     found = []
     for encoded in encoder.conversations([*record.messages[:-1], last], record.tools):
         turns = "".join(map(str, encoded.mask)).split("0")

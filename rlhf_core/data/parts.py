@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import chain
@@ -130,7 +130,7 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
     seed = hashlib.sha256(common + name.encode())
     digest, start, size = seed.copy(), 0, 0
     for end, item in enumerate(records, start=1):
-        row = json.dumps(_encoded(item.record), default=vars).encode()
+        row = json.dumps(_encoded(item.record)).encode()
         # With its length: otherwise other rows, cut at other
         # places of the same bytes, would have this digest.
         digest.update(len(row).to_bytes(8, "little") + row)
@@ -144,7 +144,7 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
 
 def _encoded(record: Record) -> Record:
     """Return the part of a record that its tokens follow from."""
-    return replace(record, meta={})
+    return record._replace(meta={})
 
 
 # -- encoding --
