@@ -12,8 +12,9 @@ import fcntl
 import json
 import logging
 import socket
+from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -58,6 +59,8 @@ _ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")
 """Columns that artifacts of earlier versions do not have."""
 _BATCH_ROWS = 2**12
 """Rows that are read at once."""
+_GROUP_BYTES = 2**28
+"""Bytes of a row group of a file, which is in memory when it is written."""
 
 
 class Rows(Sequence[_T]):
@@ -85,6 +88,11 @@ class Rows(Sequence[_T]):
             return list(map(self._make, range(self._count)[index]))
         # By a range, which takes negative indices and raises the IndexError that ends an iteration.
         return self._make(range(self._count)[index])
+
+
+def picked(rows: Sequence[_T], indices: Any) -> Rows[_T]:
+    """Return the rows with these indices."""
+    return Rows(len(indices), lambda index: rows[indices[index]])
 
 
 def load_sft(folder: Path, split: Split) -> list[SFTExample]:
@@ -265,25 +273,71 @@ def evenly(rows: list[_T], most: int) -> list[_T]:
     return [rows[index * len(rows) // most] for index in range(most)]
 
 
-def write(
-    folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]
-) -> None:
+def write(folder: Path, name: str, split: Split, examples: Iterable[Any]) -> None:
     """Write `{name}_{split}.parquet` with the columns of the record.
 
-    The same examples give the same bytes.
+    The same examples give the same bytes. Few of them are in memory.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns: dict[str, list[Any]] = {}
-    for column in _COLUMNS[name]:
-        values = [getattr(example, column) for example in examples]
-        if column == "meta":
-            values = [json.dumps(dict(value), sort_keys=True) for value in values]
-        columns[column] = values
-    pq.write_table(
-        pa.table(columns, schema=_schema(name)), folder / f"{name}_{split}.parquet", compression="zstd"
-    )
+    path = folder / f"{name}_{split}.parquet"
+    with pq.ParquetWriter(path, _schema(name), compression="zstd") as writer:
+        for table in _tables(name, examples):
+            writer.write_table(table)
+
+
+def _tables(name: str, examples: Iterable[Any]) -> Iterator[Any]:
+    """Yield the rows as tables of `_GROUP_BYTES`, and one table if there are none."""
+    import pyarrow as pa
+
+    rest = iter(examples)
+    is_first = True
+    while True:
+        columns = {column: _Column(kind) for column, kind in _COLUMNS[name].items()}
+        size = 0
+        for example in rest:
+            size += sum(column.add(getattr(example, each)) for each, column in columns.items())
+            if size >= _GROUP_BYTES:
+                break
+        if not (size or is_first):
+            return
+        is_first = False
+        schema = _schema(name)
+        arrays = [column.array(schema.field(each).type) for each, column in columns.items()]
+        yield pa.table(arrays, schema=schema)
+
+
+class _Column:
+    """A column that grows. Tokens are an array, because objects need many times as much memory."""
+
+    def __init__(self, kind: str) -> None:
+        self._is_list = kind in (_TOKENS, _MASK)
+        self._values: Any = array("i" if kind == _TOKENS else "b") if self._is_list else []
+        self._ends = array("i", [0])
+
+    def add(self, value: Any) -> int:
+        """Add a value, and return its size in bytes, or about that."""
+        import numpy as np
+
+        if self._is_list:
+            self._values.frombytes(np.asarray(value, self._values.typecode).tobytes())
+            self._ends.append(len(self._values))
+            return self._values.itemsize * len(value)
+        if isinstance(value, Mapping):
+            value = json.dumps(dict(value), sort_keys=True)
+        self._values.append(value)
+        return len(value) if isinstance(value, str) else 8
+
+    def array(self, kind: Any) -> Any:
+        """Return the column as an array of Arrow, without a copy of tokens."""
+        import numpy as np
+        import pyarrow as pa
+
+        if not self._is_list:
+            return pa.array(self._values, kind)
+        ends = np.frombuffer(self._ends, np.int32)
+        values = np.frombuffer(self._values, self._values.typecode)
+        return pa.ListArray.from_arrays(pa.array(ends), pa.array(values), type=kind)
 
 
 def _schema(name: str) -> Any:

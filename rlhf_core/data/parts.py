@@ -17,22 +17,24 @@ import signal
 import time
 import zlib
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rlhf_core.config.data import Limits, SetName
+from rlhf_core.data.dataset import Rows
 from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, tokens_of
 from rlhf_core.data.formats import Record
 from rlhf_core.data.templates import EncodeError, Encoder
@@ -41,6 +43,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.machine import Machine
 from rlhf_core.system.processes import die_with_parent
+from rlhf_core.types import Numbers
 
 FEW_ROWS = 2**14
 """Fewer rows in all sets are encoded within a minute, at once and without parts."""
@@ -54,7 +57,18 @@ _DIGEST_BYTES = 32
 
 Found = list[Tokens] | RecordDropped | EncodeError
 """The sequences of a record, or why it has none."""
-Encode = Callable[[SetName], Iterator[Found]]
+
+
+class Encoding(Protocol):
+    """Encodes the records of all sets."""
+
+    def __call__(self, name: SetName) -> Iterator[Found]:
+        """Yield what is found for each record of a set, in their order."""
+        ...
+
+    def found(self, name: SetName) -> Sequence[Found]:
+        """Return the same again, after all of it was yielded."""
+        ...
 
 
 class _Part(NamedTuple):
@@ -71,8 +85,8 @@ def encoding(
     bounds: Limits,
     folder: Path | None,
     processes: int | None = None,
-) -> Iterator[Encode]:
-    """Yield a function that yields what is found for each record of a set, in their order.
+) -> Iterator[Encoding]:
+    """Yield what encodes records.
 
     Args:
         records: The records of all sets.
@@ -84,7 +98,7 @@ def encoding(
     Raises InfrastructureError if one of the processes is killed.
     """
     if folder is None or sum(map(len, records.values())) < FEW_ROWS:
-        yield lambda name: (_found(item.record, name, encoder, bounds) for item in records[name])
+        yield _Few(records, {}, partial(_found, encoder=encoder, bounds=bounds))
         return
     folder.mkdir(parents=True, exist_ok=True)
     common = _common(encoder, bounds)
@@ -150,6 +164,24 @@ def _encoded(record: Record) -> Record:
 # -- encoding --
 
 
+@dataclass(frozen=True)
+class _Few:
+    """Encodes few records, and keeps what is found."""
+
+    records: Mapping[SetName, Sequence[SourceRecord]]
+    kept: dict[SetName, list[Found]]
+    find: Callable[[Record, SetName], Found]
+
+    def __call__(self, name: SetName) -> Iterator[Found]:
+        kept = self.kept[name] = []
+        for item in self.records[name]:
+            kept.append(self.find(item.record, name))
+            yield kept[-1]
+
+    def found(self, name: SetName) -> Sequence[Found]:
+        return self.kept[name]
+
+
 def _make(encoder: Encoder, bounds: Limits, path: Path, name: SetName, records: Sequence[Record]) -> None:
     """Encode the records of a part, and write its file."""
     content = _packed([_found(record, name, encoder, bounds) for record in records])
@@ -189,6 +221,21 @@ class _Parts:
             raise InfrastructureError(
                 f"data.{name}: a part cannot be kept in run.home: {error}; free some space"
             ) from error
+
+    def found(self, name: SetName) -> Sequence[Found]:
+        """Return what is found for each record of a set, of which one part is in memory."""
+        parts = self.parts[name]
+        starts = [part.start for part in parts]
+
+        @lru_cache(1)
+        def read(number: int) -> list[Found]:
+            return list(self._ended(name, parts[number], None))
+
+        def found(index: int) -> Found:
+            number = bisect_right(starts, index) - 1
+            return read(number)[index - starts[number]]
+
+        return Rows(len(self.records[name]), found)
 
     def _begun(self, name: SetName, part: _Part) -> Future[None] | None:
         if self.submit is None or part.path.exists():
@@ -314,7 +361,7 @@ def _unpacked(packed: bytes) -> Iterator[Found]:
         for counts, lengths, longest_turn in each:
             columns = []
             for count in counts:
-                columns.append(tuple(ids[at : at + count].tolist()))
+                columns.append(Numbers(ids[at : at + count]))
                 at += count
             found.append(Tokens(tuple(columns), lengths, longest_turn))
         yield found

@@ -107,7 +107,7 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
     # Not `<=`: a source with exactly this many rows was cut, or was not. Nothing tells which.
     is_whole = all(count.most_of_a_source < rows for count in prepared.counts.values())
     if is_whole:
-        warnings += size_warnings(config, prepared.splits)
+        warnings += size_warnings(config, prepared.splits, card)
     formats = {}
     for name, count in prepared.counts.items():
         formats[name] = [kind for kind, _ in count.formats.most_common()]

@@ -7,6 +7,7 @@
   supported leave no wrong rows
 - rows stay readable after the file is deleted
 - only the columns that are asked for are read
+- rows are written in groups
 - a damaged or missing file is a DataError
 """
 
@@ -52,6 +53,14 @@ SETS: dict[str, Any] = {
 }
 LOADERS: dict[str, Any] = {"sft": load_sft, "pairs": load_pairs, "prompts": load_prompts}
 OPENERS: dict[str, Any] = {"sft": open_sft, "pairs": open_pairs}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_rows_are_written_in_groups(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "_GROUP_BYTES", 400)
+    write(tmp_path, name, "train", SETS[name])
+    assert LOADERS[name](tmp_path, "train") == SETS[name]
+    assert pq.ParquetFile(tmp_path / f"{name}_train.parquet").num_row_groups == 3
 
 
 @pytest.mark.parametrize("name", OPENERS)

@@ -1,0 +1,229 @@
+"""Rows of large data, and what they share: groups and repeats. Few of the rows are in memory.
+
+rows -> `stored` (a list, or a file) -> `join_groups` -> `drop_repeats`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice, product
+from pathlib import Path
+from typing import Any
+
+from rlhf_core.config.data import SetName
+from rlhf_core.config.pipeline import PipelineConfig
+from rlhf_core.data.answers import gold_answers, same_answer
+from rlhf_core.data.dataset import Rows, picked
+from rlhf_core.data.examples import NAMED, OTHER_ANSWER, SourceRecord, split_key, until_first_question
+from rlhf_core.data.formats import Record, field_value
+from rlhf_core.data.messages import Call, Message
+
+LISTED_ROWS = 2**12
+"""More rows of a set are in a file."""
+_TEXT = "\U0010ffff"
+"""First character of a text that joins groups, which no key of a group has."""
+
+
+# -- rows in a file --
+
+
+def stored(rows: Iterable[SourceRecord], folder: Path) -> Sequence[SourceRecord]:
+    """Return the rows. Many are in a file of `folder` without a name, and made when they are asked for."""
+    rest = iter(rows)
+    few = list(islice(rest, LISTED_ROWS + 1))
+    if len(few) <= LISTED_ROWS:
+        return few
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # as long as the rows
+    ends = array("q", [0])
+    for row in chain(few, rest):
+        ends.append(ends[-1] + file.write(json.dumps(row).encode()))
+    file.flush()
+    # Not mapped: its pages would count as memory of this process.
+    return Rows(
+        len(ends) - 1,
+        lambda index: _row(os.pread(file.fileno(), ends[index + 1] - ends[index], ends[index])),
+    )
+
+
+def _row(content: bytes) -> SourceRecord:
+    (kind, prompt, text, messages, response, rejected, *others), *place = json.loads(content)
+    prompt, messages = tuple(map(_message, prompt)), tuple(map(_message, messages))
+    response, rejected = response and _message(response), rejected and _message(rejected)
+    return SourceRecord(Record(kind, prompt, text, messages, response, rejected, *others), *place)
+
+
+def _message(fields: list[Any]) -> Message:
+    fields[4] = tuple(Call(*call) for call in fields[4])
+    return Message(*fields)
+
+
+def bits64(text: str) -> int:
+    """Return 64 bits that identify a text."""
+    # Of four million texts, two have the same ones with a probability of 4e-7.
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+# -- groups --
+
+
+def join_groups(
+    records: Mapping[SetName, Sequence[SourceRecord]],
+) -> dict[SetName, Sequence[SourceRecord]]:
+    """Return the records with the keys of joined groups, which do not depend on the order of rows and sets.
+
+    Two groups are joined if they have rows with the same prompt, as text. A row that names no group joins
+    all groups with its first user message, and those whose prompt is its opening, which is this message and
+    the system message before it. The key is the smallest one that rows name, else the smallest first user
+    message.
+    """
+    keys = _joined_keys(*_shared(records), records)
+    if not keys:
+        return dict(records)
+    return {name: _with_keys(items, keys) for name, items in records.items()}
+
+
+def _shared(records: Mapping[SetName, Sequence[SourceRecord]]) -> tuple[Any, Any]:
+    """Return pairs of groups that are joined, by their digests: those before, and those after."""
+    import numpy as np
+
+    # Digests, because the texts of many rows do not fit into memory.
+    texts, groups, named, asked, questions = (array("Q") for _ in range(5))
+    for item in chain.from_iterable(records.values()):
+        opening = until_first_question(item.record)
+        group = bits64(item.group)
+        said = {item.record.prompt_text}
+        if item.group.startswith(NAMED):
+            question = split_key(opening[-1])
+            named.append(group)
+            asked.append(bits64(question))
+        else:
+            question = item.group
+            questions.append(group)
+            said.add("\n\n".join(opening))
+        for text in said:
+            key = question if text == opening[-1] else split_key(text)
+            texts.append(bits64(_TEXT + key))
+            groups.append(group)
+    order = np.lexsort((groups, texts))
+    text, group = np.array(texts)[order], np.array(groups)[order]
+    is_shared = (text[1:] == text[:-1]) & (group[1:] != group[:-1])
+    is_asked = np.isin(asked, questions)
+    first, second = group[:-1][is_shared], group[1:][is_shared]
+    return (
+        np.concatenate([first, np.array(named)[is_asked]]),
+        np.concatenate([second, np.array(asked)[is_asked]]),
+    )
+
+
+def _joined_keys(
+    first: Any, second: Any, records: Mapping[SetName, Sequence[SourceRecord]]
+) -> Mapping[str, str]:
+    """Return the keys that replace those of the joined groups."""
+    digests = {*first.tolist(), *second.tolist()}
+    if not digests:
+        return {}
+    names: dict[int, str] = {}
+    for item in chain.from_iterable(records.values()):
+        if (digest := bits64(item.group)) in digests:
+            names[digest] = item.group
+    parents: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while (parent := parents.setdefault(name, name)) != name:
+            parents[name] = parents[parent]
+            name = parent
+        return parent
+
+    for one, other in zip(first.tolist(), second.tolist(), strict=True):
+        # By name and not by size, which a union-find usually takes: sizes depend on what was joined before,
+        # and the name of the root decides on which side of the split a group is.
+        smaller, larger = sorted((root(names[one]), root(names[other])))
+        parents[larger] = smaller
+    return {name: root(name) for name in names.values()}
+
+
+def _with_keys(items: Sequence[SourceRecord], keys: Mapping[str, str]) -> Rows[SourceRecord]:
+    def item(index: int) -> SourceRecord:
+        found = items[index]
+        return found._replace(group=keys.get(found.group, found.group))
+
+    return Rows(len(items), item)
+
+
+# -- repeats --
+
+
+def drop_repeats(
+    records: Sequence[SourceRecord], name: SetName, config: PipelineConfig, dropped: Counter[str]
+) -> Rows[SourceRecord]:
+    """Return the distinct records in their order. Of pairs with both orders of preference, none is kept. Of
+    equal prompts, the first one is kept, also if `ppo.rewards` compare with the answers of the rows and these
+    differ.
+
+    `dropped` counts the others by reason.
+    """
+    import numpy as np
+
+    contents, unordered = array("Q"), array("Q")
+    for item in records:
+        content = _content(item.record, name)
+        contents.append(bits64(content))
+        if name == "preference":
+            unordered.append(bits64(_unordered(item.record)))
+    keys = np.array(contents)
+    _, places, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    first = places[inverse]
+    is_repeated = (first < np.arange(len(keys))) & config.data.deduplicate
+    is_contradictory = np.zeros(len(keys), bool)
+    if unordered:
+        is_contradictory = np.isin(unordered, _contradictory(keys, np.array(unordered)))
+    is_dropped = is_repeated | is_contradictory
+    for at in np.flatnonzero(is_dropped).tolist():
+        if is_contradictory[at]:
+            dropped["contradictory pair"] += 1
+        else:
+            pair = records[at].record, records[first[at]].record
+            is_same = name != "prompts" or _same_answers(*pair, config)
+            dropped["duplicate" if is_same else OTHER_ANSWER] += 1
+    return picked(records, np.flatnonzero(~is_dropped))
+
+
+def _same_answers(first: Record, second: Record, config: PipelineConfig) -> bool:
+    for name in config.ppo.answer_fields:
+        value, other = field_value(first.meta, name), field_value(second.meta, name)
+        spellings = product(gold_answers(value), gold_answers(other))
+        if value != other and not any(same_answer(*pair) for pair in spellings):
+            return False
+    return True
+
+
+def _content(record: Record, name: SetName) -> str:
+    """Return a text that is the same for equal rows only."""
+    if name == "prompts":
+        return record.prompt_text
+    # Of a pair, `sft` uses the chosen response only.
+    rejected = None if name == "sft" else record.rejected
+    return json.dumps(
+        (record.text, record.messages or record.prompt, record.tools, record.response, rejected)
+    )
+
+
+def _unordered(record: Record) -> str:
+    """Return the content of a pair that does not depend on which of the two responses is preferred."""
+    assert record.response is not None and record.rejected is not None
+    response, rejected = sorted((record.response, record.rejected))
+    return _content(record._replace(response=response, rejected=rejected), "preference")
+
+
+def _contradictory(contents: Any, unordered: Any) -> Any:
+    """Return the unordered contents that occur in both orders."""
+    import numpy as np
+
+    is_ordered = contents == unordered
+    return np.intersect1d(unordered[is_ordered], unordered[~is_ordered])
