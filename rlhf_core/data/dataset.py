@@ -12,10 +12,9 @@ import fcntl
 import json
 import logging
 import socket
-from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -60,7 +59,7 @@ _ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")
 _BATCH_ROWS = 2**12
 """Rows that are read at once."""
 _GROUP_BYTES = 2**28
-"""Bytes of a row group of a file, which is in memory when it is written."""
+"""Bytes of a row group of a file, which is in memory when it is written. Files with less have one."""
 
 
 class Rows(Sequence[_T]):
@@ -276,68 +275,38 @@ def evenly(rows: list[_T], most: int) -> list[_T]:
 def write(folder: Path, name: str, split: Split, examples: Iterable[Any]) -> None:
     """Write `{name}_{split}.parquet` with the columns of the record.
 
-    The same examples give the same bytes. Few of them are in memory.
+    The same examples give the same bytes. A row group of them is in memory.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = folder / f"{name}_{split}.parquet"
-    with pq.ParquetWriter(path, _schema(name), compression="zstd") as writer:
-        for table in _tables(name, examples):
-            writer.write_table(table)
+    schema, rest = _schema(name), iter(examples)
+    with pq.ParquetWriter(folder / f"{name}_{split}.parquet", schema, compression="zstd") as writer:
+        rows = list(islice(rest, _BATCH_ROWS))
+        while True:
+            batches, size = [], 0
+            while rows and size < _GROUP_BYTES:
+                columns = [_column(rows, field) for field in schema]
+                batches.append(pa.record_batch(columns, schema=schema))
+                size += batches[-1].nbytes
+                rows = list(islice(rest, _BATCH_ROWS))
+            # One chunk, because the borders of chunks are borders of pages.
+            writer.write_table(pa.Table.from_batches(batches, schema).combine_chunks())
+            if not rows:
+                break
 
 
-def _tables(name: str, examples: Iterable[Any]) -> Iterator[Any]:
-    """Yield the rows as tables of `_GROUP_BYTES`, and one table if there are none."""
+def _column(examples: Sequence[Any], field: Any) -> Any:
+    import numpy as np
     import pyarrow as pa
 
-    rest = iter(examples)
-    is_first = True
-    while True:
-        columns = {column: _Column(kind) for column, kind in _COLUMNS[name].items()}
-        size = 0
-        for example in rest:
-            size += sum(column.add(getattr(example, each)) for each, column in columns.items())
-            if size >= _GROUP_BYTES:
-                break
-        if not (size or is_first):
-            return
-        is_first = False
-        schema = _schema(name)
-        arrays = [column.array(schema.field(each).type) for each, column in columns.items()]
-        yield pa.table(arrays, schema=schema)
-
-
-class _Column:
-    """A column that grows. Tokens are an array, because objects need many times as much memory."""
-
-    def __init__(self, kind: str) -> None:
-        self._is_list = kind in (_TOKENS, _MASK)
-        self._values: Any = array("i" if kind == _TOKENS else "b") if self._is_list else []
-        self._ends = array("i", [0])
-
-    def add(self, value: Any) -> int:
-        """Add a value, and return its size in bytes, or about that."""
-        import numpy as np
-
-        if self._is_list:
-            self._values.frombytes(np.asarray(value, self._values.typecode).tobytes())
-            self._ends.append(len(self._values))
-            return self._values.itemsize * len(value)
-        if isinstance(value, Mapping):
-            value = json.dumps(dict(value), sort_keys=True)
-        self._values.append(value)
-        return len(value) if isinstance(value, str) else 8
-
-    def array(self, kind: Any) -> Any:
-        """Return the column as an array of Arrow, without a copy of tokens."""
-        import numpy as np
-        import pyarrow as pa
-
-        if not self._is_list:
-            return pa.array(self._values, kind)
-        ends = np.frombuffer(self._ends, np.int32)
-        values = np.frombuffer(self._values, self._values.typecode)
-        return pa.ListArray.from_arrays(pa.array(ends), pa.array(values), type=kind)
+    values = [getattr(example, field.name) for example in examples]
+    if field.name == "meta":
+        values = [json.dumps(dict(value), sort_keys=True) for value in values]
+    elif pa.types.is_list(field.type):
+        # Arrow reads arrays many times as fast as sequences of Python.
+        values = [np.asarray(value, field.type.value_type.to_pandas_dtype()) for value in values]
+    return pa.array(values, field.type)
 
 
 def _schema(name: str) -> Any:

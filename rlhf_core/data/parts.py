@@ -29,7 +29,7 @@ from importlib.metadata import version
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,18 +57,8 @@ _DIGEST_BYTES = 32
 
 Found = list[Tokens] | RecordDropped | EncodeError
 """The sequences of a record, or why it has none."""
-
-
-class Encoding(Protocol):
-    """Encodes the records of all sets."""
-
-    def __call__(self, name: SetName) -> Iterator[Found]:
-        """Yield what is found for each record of a set, in their order."""
-        ...
-
-    def found(self, name: SetName) -> Sequence[Found]:
-        """Return the same again, after all of it was yielded."""
-        ...
+Encode = Callable[[SetName], Iterator[Found]]
+Kept = Callable[[SetName], Sequence[Found]]
 
 
 class _Part(NamedTuple):
@@ -85,8 +75,9 @@ def encoding(
     bounds: Limits,
     folder: Path | None,
     processes: int | None = None,
-) -> Iterator[Encoding]:
-    """Yield what encodes records.
+) -> Iterator[tuple[Encode, Kept]]:
+    """Yield a function that yields what is found for each record of a set, in their order, and one that
+    returns the same again.
 
     Args:
         records: The records of all sets.
@@ -98,7 +89,14 @@ def encoding(
     Raises InfrastructureError if one of the processes is killed.
     """
     if folder is None or sum(map(len, records.values())) < FEW_ROWS:
-        yield _Few(records, {}, partial(_found, encoder=encoder, bounds=bounds))
+        kept: dict[SetName, list[Found]] = {name: [] for name in records}
+
+        def encode(name: SetName) -> Iterator[Found]:
+            for item in records[name]:
+                kept[name].append(_found(item.record, name, encoder, bounds))
+                yield kept[name][-1]
+
+        yield encode, kept.__getitem__
         return
     folder.mkdir(parents=True, exist_ok=True)
     common = _common(encoder, bounds)
@@ -107,7 +105,8 @@ def encoding(
     most = Machine().cores() if processes is None else processes
     count = min(most, missing // _PARTS_OF_A_PROCESS)
     with _pool(encoder, bounds, count) as submit:
-        yield _Parts(records, parts, partial(_make, encoder, bounds), submit, ahead=2 * count)
+        made = _Parts(records, parts, partial(_make, encoder, bounds), submit, ahead=2 * count)
+        yield made, made.found
     _delete_old(folder)
 
 
@@ -162,24 +161,6 @@ def _encoded(record: Record) -> Record:
 
 
 # -- encoding --
-
-
-@dataclass(frozen=True)
-class _Few:
-    """Encodes few records, and keeps what is found."""
-
-    records: Mapping[SetName, Sequence[SourceRecord]]
-    kept: dict[SetName, list[Found]]
-    find: Callable[[Record, SetName], Found]
-
-    def __call__(self, name: SetName) -> Iterator[Found]:
-        kept = self.kept[name] = []
-        for item in self.records[name]:
-            kept.append(self.find(item.record, name))
-            yield kept[-1]
-
-    def found(self, name: SetName) -> Sequence[Found]:
-        return self.kept[name]
 
 
 def _make(encoder: Encoder, bounds: Limits, path: Path, name: SetName, records: Sequence[Record]) -> None:

@@ -11,7 +11,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -192,18 +192,22 @@ def read_and_encode(
             check_rendered(f"data.{name}", records[name], encoder, config.data.max_bad_rows)
         lengths = Lengths(context)
         bounds = measured(config.given_limits, context)
-        with encoding(records, encoder, bounds, parts) as encode:
+        with encoding(records, encoder, bounds, parts) as (encode, again):
             report = _reporting(progress, sum(map(len, records.values())))
             sequences = {}
             for name in SETS:
                 found = zip(records[name], encode(name), strict=True)
                 sequences[name] = _measured(config, name, found, lengths, quarantine, counts[name], report)
         limits = _limits(config, lengths)
-        kept = {}
+        kept, groups = {}, {}
         for name in SETS:
-            sequences[name] = sequences[name].within(limits, counts[name])
-            _check_enough(config, name, len(sequences[name].rows), counts[name], lengths, limits)
-            kept[name] = _encoded(name, records[name], encode.found(name), sequences[name], limits)
+            measures = sequences[name][:, 2:5]
+            reasons = [why_dropped(prompt, response, first, limits) for prompt, response, first in measures]
+            counts[name].dropped.update(filter(None, reasons))
+            usable = sequences[name][[reason is None for reason in reasons]]
+            _check_enough(config, name, len(usable), counts[name], lengths, limits)
+            places, groups[name] = usable[:, :2].astype(int), usable[:, 5]
+            kept[name] = _encoded(name, records[name], again(name), places, limits)
         lengths.say(config.given_limits, limits)
     finally:
         quarantine.close()
@@ -212,7 +216,7 @@ def read_and_encode(
     prompts = _examples(kept["prompts"])
     for warning in require_answers(prompts, config.ppo.rewards, most=config.data.max_bad_rows):
         log.warning("%s", warning)
-    return Prepared(encoder, lengths, limits, counts, _split(config, kept, sequences, counts))
+    return Prepared(encoder, lengths, limits, counts, _split(config, kept, groups, counts))
 
 
 def _examples(items: Sequence[EncodedRecord]) -> Rows[Any]:
@@ -316,34 +320,6 @@ def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> N
     write_json(folder / "config.json", settings)
 
 
-@dataclass(frozen=True)
-class _Sequences:
-    """The sequences of the records of a set: numbers only, because there can be many."""
-
-    rows: Any = field(default_factory=lambda: array("q"))
-    """Index of the record of each."""
-    numbers: Any = field(default_factory=lambda: array("i"))
-    """Its number among those of its record."""
-    measures: Any = field(default_factory=lambda: array("i"))
-    """Tokens of its prompt and its response, and the place of the first trained one: as `why_dropped`."""
-    groups: Any = field(default_factory=lambda: array("d"))
-    """`split_position` of its group."""
-
-    def within(self, limits: Limits, counts: SetCounts) -> _Sequences:
-        """Return those within the limits, and count the others."""
-        kept = []
-        measures = iter(self.measures)
-        for place, measure in enumerate(zip(measures, measures, measures, strict=True)):
-            reason = why_dropped(*measure, limits)
-            if reason is None:
-                kept.append(place)
-            else:
-                counts.dropped[reason] += 1
-        columns = (np.array(each)[kept] for each in (self.rows, self.numbers, self.groups))
-        rows, numbers, groups = columns
-        return _Sequences(rows, numbers, None, groups)
-
-
 def _measured(
     config: PipelineConfig,
     name: SetName,
@@ -352,8 +328,11 @@ def _measured(
     quarantine: Quarantine,
     counts: SetCounts,
     report: Callable[[], None],
-) -> _Sequences:
+) -> Any:
     """Return the sequences of a set, and add their lengths to `lengths`. No limit is applied.
+
+    An array of doubles (sequences, 6): the index of the record, the number in the record, what `why_dropped`
+    takes, and the position of the group. Numbers only, because there can be many.
 
     Args:
         config: The configuration.
@@ -364,7 +343,7 @@ def _measured(
         counts: Those of the set.
         report: Called for each row.
     """
-    sequences = _Sequences()
+    sequences = array("d")
     for row, (item, found) in enumerate(rows):
         if isinstance(found, RecordDropped):
             counts.dropped[str(found)] += 1
@@ -379,33 +358,31 @@ def _measured(
                 lengths.add(name, tokens.lengths)
                 if tokens.longest_turn is not None:
                     lengths.turns.append(tokens.longest_turn)
-                sequences.rows.append(row)
-                sequences.numbers.append(number)
-                prompt, response = (tokens.lengths.get(each, 0) for each in (PROMPT, RESPONSE))
-                sequences.measures.extend((prompt, response, tokens.first_trained))
-                sequences.groups.append(group)
+                prompt, response = tokens.lengths.get(PROMPT, 0), tokens.lengths.get(RESPONSE, 0)
+                sequences.extend((row, number, prompt, response, tokens.first_trained, group))
         report()
     # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
     if quarantine.first.get(f"data.{name}"):
         check_bad_share(config, f"data.{name}", "all sources", counts.bad, counts.read, quarantine)
-    return sequences
+    return np.array(sequences).reshape(-1, 6)
 
 
 def _encoded(
     name: SetName,
     records: Sequence[SourceRecord],
     found: Sequence[Found],
-    sequences: _Sequences,
+    places: Any,
     limits: Limits,
 ) -> Rows[EncodedRecord]:
     """Return the sequences of a set with their tokens and texts."""
 
     def item(index: int) -> EncodedRecord:
-        row, of_row = sequences.rows[index], found[sequences.rows[index]]
+        row, number = places[index].tolist()
+        of_row = found[row]
         assert isinstance(of_row, list)
-        return within(with_tokens(records[row], name, of_row[sequences.numbers[index]]), limits)
+        return within(with_tokens(records[row], name, of_row[number]), limits)
 
-    return Rows(len(sequences.rows), item)
+    return Rows(len(places), item)
 
 
 def _reporting(progress: Callable[[int, int], None], total: int) -> Callable[[], None]:
@@ -542,7 +519,7 @@ def _too_few_held_out(config: PipelineConfig, count: int, total: int) -> Iterato
 def _split(
     config: PipelineConfig,
     encoded: Mapping[SetName, Sequence[EncodedRecord]],
-    sequences: Mapping[SetName, _Sequences],
+    positions: Mapping[SetName, Any],
     counts: Mapping[SetName, SetCounts],
 ) -> dict[SetName, dict[Split, Sequence[EncodedRecord]]]:
     """Move held-out groups to `eval` in every set: at most `max_eval` rows with the lowest split positions.
@@ -550,12 +527,12 @@ def _split(
     They are written in the order of the positions of their groups and, within a group, of their prompts, so
     that the first n rows are a sample of all sources.
     """
-    positions = {name: each.groups for name, each in sequences.items() if len(each.groups)}
-    held = list(held_out(positions, config.data.eval_fraction))
+    some = {name: each for name, each in positions.items() if len(each)}
+    held = list(held_out(some, config.data.eval_fraction))
     most = config.data.max_eval
     splits: dict[SetName, dict[Split, Sequence[EncodedRecord]]] = {}
     for name, items in encoded.items():
-        groups = sequences[name].groups
+        groups = positions[name]
         is_held = np.isin(groups, held)
         evaluation = np.flatnonzero(is_held)
         if (excess := len(evaluation) - most) > 0:

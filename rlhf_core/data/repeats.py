@@ -47,11 +47,11 @@ def stored(rows: Iterable[SourceRecord], folder: Path) -> Sequence[SourceRecord]
     # Not mapped: its pages would count as memory of this process.
     return Rows(
         len(ends) - 1,
-        lambda index: _row(os.pread(file.fileno(), ends[index + 1] - ends[index], ends[index])),
+        lambda index: _row(os.pread(file.fileno(), ends[index + 1] - ends[index], ends[index]).decode()),
     )
 
 
-def _row(content: bytes) -> SourceRecord:
+def _row(content: str) -> SourceRecord:
     (kind, prompt, text, messages, response, rejected, *others), *place = json.loads(content)
     prompt, messages = tuple(map(_message, prompt)), tuple(map(_message, messages))
     response, rejected = response and _message(response), rejected and _message(rejected)

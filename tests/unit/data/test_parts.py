@@ -87,7 +87,7 @@ def encode(
     processes: int = 1,
 ) -> list[Any]:
     encoder = Encoder(tokenizer, "chat")
-    with parts.encoding({"preference": rows}, encoder, bounds, folder, processes) as encoded:
+    with parts.encoding({"preference": rows}, encoder, bounds, folder, processes) as (encoded, _):
         return list(map(shown, encoded("preference")))
 
 
@@ -192,7 +192,7 @@ def test_a_process_that_the_kernel_ends_is_named(byte_tokenizer: Any, tmp_path: 
     rows, encoder = records(0, COUNT), Encoder(byte_tokenizer, "chat")
     with (
         pytest.raises(InfrastructureError, match=r"data\.preference: a process that encodes rows was ended"),
-        parts.encoding({"preference": rows}, encoder, BOUNDS, tmp_path, 2) as encoded,
+        parts.encoding({"preference": rows}, encoder, BOUNDS, tmp_path, 2) as (encoded, _),
     ):
         for _ in encoded("preference"):
             for each in multiprocessing.active_children():
@@ -220,7 +220,7 @@ def test_a_stop_waits_for_no_part(
     encoder = Encoder(tokenizer, "chat")
     with (
         pytest.raises(KeyboardInterrupt),
-        parts.encoding({"preference": records(0, 80)}, encoder, BOUNDS, tmp_path, 2) as encoded,
+        parts.encoding({"preference": records(0, 80)}, encoder, BOUNDS, tmp_path, 2) as (encoded, _),
     ):
         for _ in encoded("preference"):
             time.sleep(1)  # the second part is begun, and never ends
@@ -357,9 +357,10 @@ def main(folder: Path) -> None:
     items = [item for item in found if isinstance(item, SourceRecord)]
     encoder = Encoder(train_tokenizer(["It is noon."], 300), "chat")
     parts.FEW_ROWS, parts._MEAN_ROWS = 0, 64
-    with parts.encoding(
-        {"preference": items}, encoder, Limits(9999, 9999, 9999, 0), folder / "parts", 2
-    ) as encoded:
+    with parts.encoding({"preference": items}, encoder, Limits(9999, 9999, 9999, 0), folder / "parts", 2) as (
+        encoded,
+        _,
+    ):
         for _ in encoded("preference"):
             pass
 

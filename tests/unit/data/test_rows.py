@@ -57,7 +57,8 @@ OPENERS: dict[str, Any] = {"sft": open_sft, "pairs": open_pairs}
 
 @pytest.mark.parametrize("name", SETS)
 def test_rows_are_written_in_groups(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "_GROUP_BYTES", 400)
+    monkeypatch.setattr(dataset, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(dataset, "_BATCH_ROWS", 4)
     write(tmp_path, name, "train", SETS[name])
     assert LOADERS[name](tmp_path, "train") == SETS[name]
     assert pq.ParquetFile(tmp_path / f"{name}_train.parquet").num_row_groups == 3
