@@ -172,17 +172,14 @@ def drop_repeats(
 
     contents, unordered = array("Q"), array("Q")
     for item in records:
-        content = _content(item.record, name)
-        contents.append(bits64(content))
-        if name == "preference":
-            unordered.append(bits64(_unordered(item.record)))
-    keys = np.array(contents)
+        contents.append(bits64(_content(item.record, name)))
+        is_pair = name == "preference"
+        unordered.append(bits64(_unordered(item.record)) if is_pair else contents[-1])
+    keys, either = np.array(contents), np.array(unordered)
     _, places, inverse = np.unique(keys, return_index=True, return_inverse=True)
     first = places[inverse]
     is_repeated = (first < np.arange(len(keys))) & config.data.deduplicate
-    is_contradictory = np.zeros(len(keys), bool)
-    if unordered:
-        is_contradictory = np.isin(unordered, _contradictory(keys, np.array(unordered)))
+    is_contradictory = np.isin(either, np.intersect1d(either[either == keys], either[either != keys]))
     is_dropped = is_repeated | is_contradictory
     for at in np.flatnonzero(is_dropped).tolist():
         if is_contradictory[at]:
@@ -219,11 +216,3 @@ def _unordered(record: Record) -> str:
     assert record.response is not None and record.rejected is not None
     response, rejected = sorted((record.response, record.rejected))
     return _content(record._replace(response=response, rejected=rejected), "preference")
-
-
-def _contradictory(contents: Any, unordered: Any) -> Any:
-    """Return the unordered contents that occur in both orders."""
-    import numpy as np
-
-    is_ordered = contents == unordered
-    return np.intersect1d(unordered[is_ordered], unordered[~is_ordered])
