@@ -19,7 +19,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -57,8 +57,7 @@ _DIGEST_BYTES = 32
 
 Found = list[Tokens] | RecordDropped | EncodeError
 """The sequences of a record, or why it has none."""
-Encode = Callable[[SetName], Iterator[Found]]
-Kept = Callable[[SetName], Sequence[Found]]
+Encoding = tuple[Callable[[SetName], Iterable[Found]], Callable[[SetName], Sequence[Found]]]
 
 
 class _Part(NamedTuple):
@@ -75,7 +74,7 @@ def encoding(
     bounds: Limits,
     folder: Path | None,
     processes: int | None = None,
-) -> Iterator[tuple[Encode, Kept]]:
+) -> Iterator[Encoding]:
     """Yield a function that yields what is found for each record of a set, in their order, and one that
     returns the same again.
 
@@ -89,14 +88,12 @@ def encoding(
     Raises InfrastructureError if one of the processes is killed.
     """
     if folder is None or sum(map(len, records.values())) < FEW_ROWS:
-        kept: dict[SetName, list[Found]] = {name: [] for name in records}
 
-        def encode(name: SetName) -> Iterator[Found]:
-            for item in records[name]:
-                kept[name].append(_found(item.record, name, encoder, bounds))
-                yield kept[name][-1]
+        def found(name: SetName, index: int) -> Found:
+            return _found(records[name][index].record, name, encoder, bounds)
 
-        yield encode, kept.__getitem__
+        kept = {name: Rows(len(items), cache(partial(found, name))) for name, items in records.items()}
+        yield kept.__getitem__, kept.__getitem__
         return
     folder.mkdir(parents=True, exist_ok=True)
     common = _common(encoder, bounds)
@@ -198,23 +195,18 @@ class _Parts:
                 f"data.{name}: a process that encodes rows was ended, as by the kernel if the memory is full;"
                 " give the machine more memory, or the stage fewer cores"
             ) from error
-        except OSError as error:
-            raise InfrastructureError(
-                f"data.{name}: a part cannot be kept in run.home: {error}; free some space"
-            ) from error
 
     def found(self, name: SetName) -> Sequence[Found]:
         """Return what is found for each record of a set, of which one part is in memory."""
         parts = self.parts[name]
-        starts = [part.start for part in parts]
 
         @lru_cache(1)
-        def read(number: int) -> list[Found]:
-            return list(self._ended(name, parts[number], None))
+        def read(part: _Part) -> list[Found]:
+            return list(self._ended(name, part, None))
 
         def found(index: int) -> Found:
-            number = bisect_right(starts, index) - 1
-            return read(number)[index - starts[number]]
+            part = parts[bisect_right(parts, index, key=lambda part: part.start) - 1]
+            return read(part)[index - part.start]
 
         return Rows(len(self.records[name]), found)
 
@@ -224,12 +216,17 @@ class _Parts:
         return self.submit(part.path, name, self._rows(name, part))
 
     def _ended(self, name: SetName, part: _Part, future: Future[None] | None) -> Iterator[Found]:
-        if future is not None:
-            future.result()
-        content = _intact(part.path)
-        if content is None:  # missing or damaged
-            self.make(part.path, name, self._rows(name, part))
-            content = part.path.read_bytes()[_DIGEST_BYTES:]
+        try:
+            if future is not None:
+                future.result()
+            content = _intact(part.path)
+            if content is None:  # missing or damaged
+                self.make(part.path, name, self._rows(name, part))
+                content = part.path.read_bytes()[_DIGEST_BYTES:]
+        except OSError as error:
+            raise InfrastructureError(
+                f"data.{name}: a part cannot be kept in run.home: {error}; free some space"
+            ) from error
         yield from _unpacked(content)
 
     def _rows(self, name: SetName, part: _Part) -> list[Record]:

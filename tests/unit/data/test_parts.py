@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -207,6 +208,20 @@ def test_a_part_that_cannot_be_kept_is_named(
     monkeypatch.setenv("RLHF_FAIL", "data.part:1:enospc")
     with pytest.raises(InfrastructureError, match=r"data\.preference: .* No space left .*; free some space"):
         encode(byte_tokenizer, tmp_path, records(0, COUNT), processes=processes)
+
+
+def test_a_part_that_is_gone_is_made_again_or_named(byte_tokenizer: Any, tmp_path: Path) -> None:
+    rows, encoder, folder = records(0, COUNT), Encoder(byte_tokenizer, "chat"), tmp_path / "parts"
+    with parts.encoding({"preference": rows}, encoder, BOUNDS, folder, 1) as (encoded, again):
+        first = list(map(shown, encoded("preference")))
+    for file in folder.iterdir():
+        file.unlink()
+    kept = again("preference")
+    assert list(map(shown, kept)) == first and shown(kept[0]) == first[0]
+    shutil.rmtree(folder)
+    folder.write_text("")
+    with pytest.raises(InfrastructureError, match=r"data\.preference: .*Not a directory.*; free some space"):
+        list(again("preference"))
 
 
 def test_a_stop_waits_for_no_part(
