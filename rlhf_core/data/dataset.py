@@ -57,7 +57,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
 _ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")}
 """Columns that artifacts of earlier versions do not have."""
 _BATCH_ROWS = 2**12
-"""Rows that are read at once."""
+"""Rows that are read or made into columns at once."""
 _GROUP_BYTES = 2**28
 """Bytes of a row group of a file, which is in memory when it is written. Files with less have one."""
 
@@ -281,19 +281,16 @@ def write(folder: Path, name: str, split: Split, examples: Iterable[Any]) -> Non
     import pyarrow.parquet as pq
 
     schema, rest = _schema(name), iter(examples)
+    group = schema.empty_table()
     with pq.ParquetWriter(folder / f"{name}_{split}.parquet", schema, compression="zstd") as writer:
-        rows = list(islice(rest, _BATCH_ROWS))
-        while True:
-            batches, size = [], 0
-            while rows and size < _GROUP_BYTES:
-                columns = [_column(rows, field) for field in schema]
-                batches.append(pa.record_batch(columns, schema=schema))
-                size += batches[-1].nbytes
-                rows = list(islice(rest, _BATCH_ROWS))
-            # One chunk, because the borders of chunks are borders of pages.
-            writer.write_table(pa.Table.from_batches(batches, schema).combine_chunks())
-            if not rows:
-                break
+        while rows := list(islice(rest, _BATCH_ROWS)):
+            if group.nbytes >= _GROUP_BYTES:
+                writer.write_table(group.combine_chunks())
+                group = schema.empty_table()
+            columns = [_column(rows, field) for field in schema]
+            group = pa.concat_tables([group, pa.table(columns, schema=schema)])
+        # One chunk, because the borders of chunks are borders of pages.
+        writer.write_table(group.combine_chunks())
 
 
 def _column(examples: Sequence[Any], field: Any) -> Any:
