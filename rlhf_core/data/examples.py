@@ -1,7 +1,7 @@
 """From the rows of the sources to token examples, and which of them are held out for evaluation.
 
 sources -> `read_records` (checked records, bad rows in the quarantine) -> `rlhf_core.data.repeats`
-        -> `encode_record` (token examples within the length limits)    -> `held_out` (groups for evaluation)
+        -> `tokens_of`, `within`, `with_tokens` (token examples)         -> `held_out` (groups for evaluation)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -45,8 +45,6 @@ _MEASURED_TEXT = 2**13
 """Tokens of a text that are counted if it is cut. Those of a longer one are estimated."""
 _CHARS_PER_TOKEN = 4
 """Of usual text, for estimates."""
-_NO_LIMIT = 2**31 - 1
-"""More tokens than any limit."""
 _MAX_TRAINING_CHARS = 100_000
 _MAX_MARGIN = 1e9
 _RENDERED_SHARE = 0.01
@@ -197,7 +195,7 @@ def read_records(
     names = distinct_names(sources)
     for index, source in enumerate(sources):
         field_name = f"data.{name}[{index}]"
-        read = bad = marked_bad = pairs = 0
+        read = bad = marked_bad = 0
         halves: list[SourceRecord] = []
         others = counts.others[field_name] = OtherFields()
         absent = set(source.rename)
@@ -221,7 +219,6 @@ def read_records(
             elif name == "preference" and result.record.kind != "preference":
                 halves.append(result)
             else:
-                pairs += 1
                 yield result
         counts.read += read
         counts.most_of_a_source = max(counts.most_of_a_source, read)
@@ -244,7 +241,7 @@ def read_records(
             )  # fmt: skip
         _warn_of_texts(config, name, source, field_name, others, read)
         if halves:
-            yield from _joined(halves, field_name, counts, only=not pairs)
+            yield from _joined(halves, field_name, counts, only=len(halves) == read - bad - marked_bad)
 
 
 def _label(record: Record) -> bool | None:
@@ -469,10 +466,6 @@ class EncodedRecord:
     """Prompt and (chosen) response as plain text, for samples and for the count of overlaps."""
     group: str
     """Key of its group."""
-    lengths: Mapping[str, int] = field(default_factory=dict)
-    """Its tokens, by the field that limits them."""
-    first_trained: int = 0
-    """As in `Tokens`."""
 
 
 def prompt_id(prompt_text: str) -> str:
@@ -490,21 +483,19 @@ class Tokens:
     Tuples or `Numbers`.
     """
     lengths: Mapping[str, int]
-    """As in `EncodedRecord`."""
+    """Their numbers, by the field that limits them."""
     longest_turn: int | None = None
     """Tokens of the longest answer of a conversation."""
 
     @property
-    def first_trained(self) -> int:
-        """The place of the first trained token of a conversation, and 0 of other rows."""
-        if self.longest_turn is None:
-            return 0
-        return self.ids[1].index(1) if 1 in self.ids[1] else _NO_LIMIT
-
-
-def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: Limits) -> list[EncodedRecord]:
-    """Return the token examples of one record: `tokens_of`, and `with_tokens` of each."""
-    return [with_tokens(item, name, tokens) for tokens in tokens_of(item.record, name, encoder, bounds)]
+    def measures(self) -> tuple[int, int, float]:
+        """Tokens of the prompt and of the response, and the place of the first trained token of a
+        conversation; 0 of other rows.
+        """
+        first = 0.0
+        if self.longest_turn is not None:
+            first = self.ids[1].index(1) if 1 in self.ids[1] else math.inf
+        return self.lengths.get(PROMPT, 0), self.lengths.get(RESPONSE, 0), first
 
 
 def tokens_of(record: Record, name: SetName, encoder: Encoder, bounds: Limits) -> list[Tokens]:
@@ -556,26 +547,24 @@ def with_tokens(item: SourceRecord, name: SetName, tokens: Tokens) -> EncodedRec
         [ids] = tokens.ids
         example = PromptExample(prompt_id(text), text, ids, record.meta, item.source, group)
     whole = text if name == "prompts" else _plain_text(record)
-    return EncodedRecord(example, split_key(text), whole, item.group, tokens.lengths, tokens.first_trained)
+    return EncodedRecord(example, split_key(text), whole, item.group)
 
 
-def within(encoded: EncodedRecord, limits: Limits) -> EncodedRecord:
-    """Return the record within the limits: a text or conversation is cut.
+def within(tokens: Tokens, limits: Limits) -> Tokens:
+    """Return the tokens within the limits: those of a text or conversation are cut.
 
-    Raises RecordDropped if its prompt or response is longer, or if nothing to learn is left of it.
+    Raises RecordDropped if the prompt or response is longer, or if nothing to learn is left.
     """
-    lengths, example = encoded.lengths, encoded.example
-    reason = why_dropped(lengths.get(PROMPT, 0), lengths.get(RESPONSE, 0), encoded.first_trained, limits)
-    if reason is not None:
+    if reason := why_dropped(tokens.measures, limits):
         raise RecordDropped(reason)
-    if TEXT not in lengths or not isinstance(example, SFTExample):
-        return encoded
-    ids, mask = example.input_ids[: limits.text], example.loss_mask[: limits.text]
-    return replace(encoded, example=replace(example, input_ids=ids, loss_mask=mask))
+    if TEXT not in tokens.lengths:
+        return tokens
+    return replace(tokens, ids=tuple(column[: limits.text] for column in tokens.ids))
 
 
-def why_dropped(prompt: int, response: int, first_trained: int, limits: Limits) -> str | None:
-    """Return why a record with so many tokens is left out, or None if it is not."""
+def why_dropped(measures: Iterable[float], limits: Limits) -> str | None:
+    """Return why tokens with these `Tokens.measures` are left out, or None if they are not."""
+    prompt, response, first_trained = measures
     if prompt > limits.prompt:
         return PROMPT_TOO_LONG
     if response > limits.response:
@@ -635,7 +624,7 @@ def _require_bound(encoder: Encoder, text: str, bound: int, limited_by: str) -> 
 
 
 def estimated_lengths(record: Record, name: SetName) -> dict[str, int]:
-    """Return about what `EncodedRecord.lengths` will be in the set `name`, without a tokenizer."""
+    """Return about what `Tokens.lengths` will be in the set `name`, without a tokenizer."""
     if record.text is not None:
         return {TEXT: estimated_tokens(record.text)}
     if name == "sft" and record.kind == "messages":
@@ -702,9 +691,7 @@ def held_out(positions_by_set: Mapping[SetName, Sequence[float]], fraction: floa
     import numpy as np
 
     groups = {name: np.unique(positions) for name, positions in positions_by_set.items()}
-    held: set[float] = set()
-    for distinct in groups.values():
-        held.update(distinct[distinct < fraction].tolist())
+    held = {each for distinct in groups.values() for each in distinct[distinct < fraction].tolist()}
     pinned: set[float] = set()
     # Training groups of all sets first: one that a set needs for training must not be held out later.
     for side in ("train", "eval"):

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import LEAST_PROMPTS
-from rlhf_core.config.data import PROMPT, RESPONSE, SETS, Limits, SetName, Source, fitted_limits
+from rlhf_core.config.data import SETS, Limits, SetName, Source, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import Facts, Splits, build_card, card_markdown, card_warnings
 from rlhf_core.data.dataset import Rows, Split, picked, require_answers, require_margins, write
@@ -138,11 +138,8 @@ class Prepared:
     counts: Mapping[SetName, SetCounts]
     splits: Splits
 
-    def card(
-        self, config: PipelineConfig, digests: Mapping[str, str], facts: Facts | None = None
-    ) -> dict[str, Any]:
+    def card(self, config: PipelineConfig, digests: Mapping[str, str], facts: Facts) -> dict[str, Any]:
         """Return the data card. `digests` are those of the sources by name, and `facts` those of the rows."""
-        facts = facts or Facts.of(self.splits)
         card = build_card(config, digests, self.counts, facts, self.encoder.tokenizer)
         given, limits = config.given_limits, self.limits
         longest_prompt = limits.prompt
@@ -201,8 +198,7 @@ def read_and_encode(
         limits = _limits(config, lengths)
         kept, groups = {}, {}
         for name in SETS:
-            measures = sequences[name][:, 2:5]
-            reasons = [why_dropped(prompt, response, first, limits) for prompt, response, first in measures]
+            reasons = [why_dropped(measures, limits) for measures in sequences[name][:, 2:5]]
             counts[name].dropped.update(filter(None, reasons))
             usable = sequences[name][[reason is None for reason in reasons]]
             _check_enough(config, name, len(usable), counts[name], lengths, limits)
@@ -331,8 +327,8 @@ def _measured(
 ) -> Any:
     """Return the sequences of a set, and add their lengths to `lengths`. No limit is applied.
 
-    An array of doubles (sequences, 6): the index of the record, the number in the record, what `why_dropped`
-    takes, and the position of the group. Numbers only, because there can be many.
+    An array of doubles (sequences, 6): the index of the record, the number in the record, its
+    `measures`, and the position of the group. Numbers only, because there can be many.
 
     Args:
         config: The configuration.
@@ -358,8 +354,7 @@ def _measured(
                 lengths.add(name, tokens.lengths)
                 if tokens.longest_turn is not None:
                     lengths.turns.append(tokens.longest_turn)
-                prompt, response = tokens.lengths.get(PROMPT, 0), tokens.lengths.get(RESPONSE, 0)
-                sequences.extend((row, number, prompt, response, tokens.first_trained, group))
+                sequences.extend((row, number, *tokens.measures, group))
         report()
     # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
     if quarantine.first.get(f"data.{name}"):
@@ -380,7 +375,7 @@ def _encoded(
         row, number = places[index].tolist()
         of_row = found[row]
         assert isinstance(of_row, list)
-        return within(with_tokens(records[row], name, of_row[number]), limits)
+        return with_tokens(records[row], name, within(of_row[number], limits))
 
     return Rows(len(places), item)
 
