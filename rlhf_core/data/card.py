@@ -173,12 +173,8 @@ class Facts:
     """
 
     def __init__(self, splits: Splits) -> None:
-        self._held: set[str] = set()
-        self._held_groups: set[str] = set()
-        for by_split in splits.values():
-            for item in by_split["eval"]:
-                self._held.add(item.key)
-                self._held_groups.add(item.group)
+        held = [item for by_split in splits.values() for item in by_split["eval"]]
+        self._held, self._held_groups = {item.key for item in held}, {item.group for item in held}
         self._words = set(map(_words, self._held))
         self._keys = sorted(self._held)
         self._exact, self._near = 0, dict.fromkeys(splits, 0)
@@ -219,8 +215,7 @@ class Facts:
         if name != "sft":
             ends = {end - 1 for end in accumulate(len(key) + 1 for key in paragraphs)}
         begins = begins_with(" ".join(paragraphs), self._keys, ends)
-        is_near = begins or not self._held.isdisjoint(paragraphs) or _words(item.key) in self._words
-        self._near[name] += is_near
+        self._near[name] += begins or not self._held.isdisjoint(paragraphs) or _words(item.key) in self._words
 
     def to_json(self) -> dict[str, Any]:
         """Return what the data card has of them, but the samples."""

@@ -26,8 +26,6 @@ from rlhf_core.data.messages import Call, Message
 
 LISTED_ROWS = 2**12
 """More rows of a set are in a file."""
-_TEXT = "\U0010ffff"
-"""First character of a text that joins groups, which no key of a group has."""
 
 
 # -- rows in a file --
@@ -82,14 +80,15 @@ def join_groups(
     the system message before it. The key is the smallest one that rows name, else the smallest first user
     message.
     """
-    keys = _joined_keys(*_shared(records), records)
-    if not keys:
+    pairs = _joined(records)
+    if not len(pairs):
         return dict(records)
+    keys = _joined_keys(pairs, records)
     return {name: _with_keys(items, keys) for name, items in records.items()}
 
 
-def _shared(records: Mapping[SetName, Sequence[SourceRecord]]) -> tuple[Any, Any]:
-    """Return pairs of groups that are joined, by their digests: those before, and those after."""
+def _joined(records: Mapping[SetName, Sequence[SourceRecord]]) -> Any:
+    """Return pairs of groups that are joined, as their digests (pairs, 2)."""
     import numpy as np
 
     # Digests, because the texts of many rows do not fit into memory.
@@ -108,26 +107,18 @@ def _shared(records: Mapping[SetName, Sequence[SourceRecord]]) -> tuple[Any, Any
             said.add("\n\n".join(opening))
         for text in said:
             key = question if text == opening[-1] else split_key(text)
-            texts.append(bits64(_TEXT + key))
+            texts.append(bits64(key))
             groups.append(group)
     order = np.lexsort((groups, texts))
     text, group = np.array(texts)[order], np.array(groups)[order]
     is_shared = (text[1:] == text[:-1]) & (group[1:] != group[:-1])
-    is_asked = np.isin(asked, questions)
-    first, second = group[:-1][is_shared], group[1:][is_shared]
-    return (
-        np.concatenate([first, np.array(named)[is_asked]]),
-        np.concatenate([second, np.array(asked)[is_asked]]),
-    )
+    shared = np.stack([group[:-1], group[1:]], axis=1)[is_shared]
+    return np.concatenate([shared, np.stack([named, asked], axis=1)[np.isin(asked, questions)]])
 
 
-def _joined_keys(
-    first: Any, second: Any, records: Mapping[SetName, Sequence[SourceRecord]]
-) -> Mapping[str, str]:
+def _joined_keys(pairs: Any, records: Mapping[SetName, Sequence[SourceRecord]]) -> Mapping[str, str]:
     """Return the keys that replace those of the joined groups."""
-    digests = {*first.tolist(), *second.tolist()}
-    if not digests:
-        return {}
+    digests = set(pairs.flat)
     names: dict[int, str] = {}
     for item in chain.from_iterable(records.values()):
         if (digest := bits64(item.group)) in digests:
@@ -140,7 +131,7 @@ def _joined_keys(
             name = parent
         return parent
 
-    for one, other in zip(first.tolist(), second.tolist(), strict=True):
+    for one, other in pairs:
         # By name and not by size, which a union-find usually takes: sizes depend on what was joined before,
         # and the name of the root decides on which side of the split a group is.
         smaller, larger = sorted((root(names[one]), root(names[other])))
@@ -173,8 +164,7 @@ def drop_repeats(
     contents, unordered = array("Q"), array("Q")
     for item in records:
         contents.append(bits64(_content(item.record, name)))
-        is_pair = name == "preference"
-        unordered.append(bits64(_unordered(item.record)) if is_pair else contents[-1])
+        unordered.append(bits64(_unordered(item.record)) if name == "preference" else contents[-1])
     keys, either = np.array(contents), np.array(unordered)
     _, places, inverse = np.unique(keys, return_index=True, return_inverse=True)
     first = places[inverse]
@@ -185,15 +175,14 @@ def drop_repeats(
         if is_contradictory[at]:
             dropped["contradictory pair"] += 1
         else:
-            pair = records[at].record, records[first[at]].record
-            is_same = name != "prompts" or _same_answers(*pair, config)
+            is_same = name != "prompts" or _same_answers(records[at], records[first[at]], config)
             dropped["duplicate" if is_same else OTHER_ANSWER] += 1
     return picked(records, np.flatnonzero(~is_dropped))
 
 
-def _same_answers(first: Record, second: Record, config: PipelineConfig) -> bool:
+def _same_answers(first: SourceRecord, second: SourceRecord, config: PipelineConfig) -> bool:
     for name in config.ppo.answer_fields:
-        value, other = field_value(first.meta, name), field_value(second.meta, name)
+        value, other = field_value(first.record.meta, name), field_value(second.record.meta, name)
         spellings = product(gold_answers(value), gold_answers(other))
         if value != other and not any(same_answer(*pair) for pair in spellings):
             return False
