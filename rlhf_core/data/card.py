@@ -22,8 +22,7 @@ import numpy as np
 from rlhf_core.config.data import SETS, Limits, SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
-from rlhf_core.data.examples import OTHER_ANSWER, EncodedRecord, SetCounts, distinct_names, split_key
-from rlhf_core.data.repeats import bits64
+from rlhf_core.data.examples import OTHER_ANSWER, EncodedRecord, SetCounts, bits64, distinct_names, split_key
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 _SAMPLES = 3

@@ -470,8 +470,13 @@ class EncodedRecord:
 
 def prompt_id(prompt_text: str) -> str:
     """Return 16 hex digits that identify the text of a prompt."""
-    # 64 bits: two of ten million prompts have the same id with a probability of 3e-6.
-    return hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
+    return f"{bits64(prompt_text):016x}"
+
+
+def bits64(text: str) -> int:
+    """Return 64 bits that identify a text."""
+    # Of ten million texts, two have the same ones with a probability of 3e-6.
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)
@@ -677,8 +682,7 @@ def split_position(seed: int, key: str) -> float:
     A group is held out if its position is below the evaluation share. The position is the same in all sets,
     runs and machines.
     """
-    digest = hashlib.blake2b(f"{seed}\x1fsplit\x1f{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return bits64(f"{seed}\x1fsplit\x1f{key}") / 2**64
 
 
 def held_out(positions_by_set: Mapping[SetName, Sequence[float]], fraction: float) -> frozenset[float]:

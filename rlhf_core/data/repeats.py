@@ -5,7 +5,6 @@ rows -> `stored` (a list, or a file) -> `join_groups` -> `drop_repeats`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -20,7 +19,7 @@ from rlhf_core.config.data import SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.answers import gold_answers, same_answer
 from rlhf_core.data.dataset import Rows, picked
-from rlhf_core.data.examples import NAMED, OTHER_ANSWER, SourceRecord, split_key, until_first_question
+from rlhf_core.data.examples import NAMED, OTHER_ANSWER, SourceRecord, bits64, split_key, until_first_question
 from rlhf_core.data.formats import Record, field_value
 from rlhf_core.data.messages import Call, Message
 
@@ -59,12 +58,6 @@ def _row(content: str) -> SourceRecord:
 def _message(fields: list[Any]) -> Message:
     fields[4] = tuple(Call(*call) for call in fields[4])
     return Message(*fields)
-
-
-def bits64(text: str) -> int:
-    """Return 64 bits that identify a text."""
-    # Of four million texts, two have the same ones with a probability of 4e-7.
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 # -- groups --
