@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from array import array
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 from rlhf_core.config.data import SETS, Limits, SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.dataset import Split
-from rlhf_core.data.examples import OTHER_ANSWER, EncodedRecord, SetCounts, distinct_names, split_key
+from rlhf_core.data.examples import OTHER_ANSWER, EncodedRecord, SetCounts, bits64, distinct_names, split_key
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 
 _SAMPLES = 3
@@ -37,7 +38,7 @@ def build_card(
     config: PipelineConfig,
     digests: Mapping[str, str],
     counts: Mapping[SetName, SetCounts],
-    splits: Splits,
+    facts: Facts,
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Return the content of the card, as JSON.
@@ -46,7 +47,7 @@ def build_card(
         config: The whole configuration.
         digests: Digest of each source, by its field.
         counts: Numbers of rows of each data set.
-        splits: Encoded rows of each data set, by split.
+        facts: Those of all rows.
         tokenizer: The tokenizer of the run.
     """
     return {
@@ -66,12 +67,9 @@ def build_card(
         "counts": {name: count.to_json() for name, count in counts.items()},
         "weights": _weights(config, counts),
         "other_fields": _other_fields(counts),
-        "tokens": {name: _lengths(by_split) for name, by_split in splits.items()},
-        "overlap": overlap(splits),
-        "groups": {name: _groups(by_split) for name, by_split in splits.items()},
+        **facts.to_json(),
         "samples": {
-            name: [_sample(item, tokenizer) for item in by_split["train"][:_SAMPLES]]
-            for name, by_split in splits.items()
+            name: [_sample(item, tokenizer) for item in items] for name, items in facts.samples.items()
         },
     }
 
@@ -152,22 +150,6 @@ def with_limits_of_data(config: PipelineConfig, inputs: Mapping[str, Path]) -> P
     return config
 
 
-def _lengths(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[str, dict[str, int]]:
-    """Return percentiles of token counts over both splits, by part of the example."""
-    parts: dict[str, list[int]] = {}
-    for items in by_split.values():
-        for item in items:
-            for part, length in _parts(item.example).items():
-                parts.setdefault(part, []).append(length)
-    percentiles: dict[str, dict[str, int]] = {}
-    for part, lengths in parts.items():
-        # A method without interpolation, so that a percentile is a length that occurs.
-        values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf")
-        names = [f"p{percent}" for percent in _PERCENTILES]
-        percentiles[part] = dict(zip(names, map(int, values), strict=True))
-    return percentiles
-
-
 def _parts(example: SFTExample | PairExample | PromptExample) -> dict[str, int]:
     if isinstance(example, SFTExample):
         return {"sequence": len(example.input_ids), "trained": sum(example.loss_mask)}
@@ -180,34 +162,74 @@ def _parts(example: SFTExample | PairExample | PromptExample) -> dict[str, int]:
     return {"prompt": len(example.input_ids)}
 
 
-def overlap(splits: Splits) -> dict[str, Any]:
-    """Count training rows that overlap with held-out prompts.
+class Facts:
+    """Percentiles of token counts, overlaps, groups and samples, from one pass over the rows.
 
-    `exact` are rows of any set whose group or prompt is held out. The split makes this 0. `near` are other
-    rows whose prompt has the words of a held-out one, regardless of case, punctuation and width, and rows
-    that begin with a held-out prompt or contain it as a paragraph. `near_by_set` has them by set.
+    Of the overlaps, `exact` are rows of any set whose group or prompt is held out. The split makes this 0.
+    `near` are other rows whose prompt has the words of a held-out one, regardless of case, punctuation and
+    width, and rows that begin with a held-out prompt or contain it as a paragraph. `near_by_set` has them by
+    set.
     """
-    held, held_groups = set(), set()
-    for by_split in splits.values():
-        for item in by_split["eval"]:
-            held.add(item.key)
-            held_groups.add(item.group)
-    words = set(map(_words, held))
-    keys = sorted(held)
-    exact, near = 0, dict.fromkeys(splits, 0)
-    for name, by_split in splits.items():
-        for item in by_split["train"]:
-            if item.group in held_groups or item.key in held:
-                exact += 1
-                continue
-            paragraphs = [key for part in item.text.split("\n\n") if (key := split_key(part))]
-            # The prompt of a text without a structure can end within a paragraph.
-            ends = None
-            if name != "sft":
-                ends = {end - 1 for end in accumulate(len(key) + 1 for key in paragraphs)}
-            begins = begins_with(" ".join(paragraphs), keys, ends)
-            near[name] += begins or not held.isdisjoint(paragraphs) or _words(item.key) in words
-    return {"exact": exact, "near": sum(near.values()), "near_by_set": near}
+
+    def __init__(self, splits: Splits) -> None:
+        held = [item for by_split in splits.values() for item in by_split["eval"]]
+        self._held, self._held_groups = {item.key for item in held}, {item.group for item in held}
+        self._words = set(map(_words, self._held))
+        self._keys = sorted(self._held)
+        self._exact, self._near = 0, dict.fromkeys(splits, 0)
+        self._lengths: dict[SetName, dict[str, array[int]]] = {name: {} for name in splits}
+        self._groups: dict[SetName, dict[Split, dict[str, float]]] = {name: {} for name in splits}
+        self.samples: dict[SetName, list[EncodedRecord]] = {name: [] for name in splits}
+
+    @classmethod
+    def of(cls, splits: Splits) -> Facts:
+        """Return the facts of all rows."""
+        facts = cls(splits)
+        for name, by_split in splits.items():
+            for split, items in by_split.items():
+                deque(facts.seen(name, split, items), maxlen=0)
+        return facts
+
+    def seen(self, name: SetName, split: Split, items: Iterable[EncodedRecord]) -> Iterator[Any]:
+        """Yield the examples of rows, and take the facts of them."""
+        lengths, digests = self._lengths[name], array("Q")
+        for item in items:
+            for part, length in _parts(item.example).items():
+                lengths.setdefault(part, array("i")).append(length)
+            digests.extend((bits64(item.key), bits64(item.group)))
+            if split == "train":
+                self._add(name, item)
+            yield item.example
+        self._groups[name][split] = _groups(np.array(digests).reshape(-1, 2))
+
+    def _add(self, name: SetName, item: EncodedRecord) -> None:
+        if len(self.samples[name]) < _SAMPLES:
+            self.samples[name].append(item)
+        if item.group in self._held_groups or item.key in self._held:
+            self._exact += 1
+            return
+        paragraphs = [key for part in item.text.split("\n\n") if (key := split_key(part))]
+        # The prompt of a text without a structure can end within a paragraph.
+        ends = None
+        if name != "sft":
+            ends = {end - 1 for end in accumulate(len(key) + 1 for key in paragraphs)}
+        begins = begins_with(" ".join(paragraphs), self._keys, ends)
+        self._near[name] += begins or not self._held.isdisjoint(paragraphs) or _words(item.key) in self._words
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the data card has of them, but the samples."""
+        tokens = {}
+        for name, lengths in self._lengths.items():
+            tokens[name] = {part: _percentiles(found) for part, found in lengths.items()}
+        near = {"near": sum(self._near.values()), "near_by_set": self._near}
+        return {"tokens": tokens, "overlap": {"exact": self._exact, **near}, "groups": self._groups}
+
+
+def _percentiles(lengths: Sequence[int]) -> dict[str, int]:
+    # A method without interpolation, so that a percentile is a length that occurs.
+    values = np.percentile(lengths, _PERCENTILES, method="inverted_cdf")
+    names = [f"p{percent}" for percent in _PERCENTILES]
+    return dict(zip(names, map(int, values), strict=True))
 
 
 def begins_with(text: str, keys: Sequence[str], ends: Collection[int] | None = None) -> bool:
@@ -241,24 +263,22 @@ def _words(key: str) -> str:
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", key).casefold())) or key
 
 
-def _groups(by_split: Mapping[Split, Sequence[EncodedRecord]]) -> dict[Split, dict[str, float]]:
-    """Return the numbers of distinct prompts and of their groups, by split.
+def _groups(digests: Any) -> dict[str, float]:
+    """Return the numbers of distinct prompts and of their groups. `digests`, (rows, 2), are those of both.
 
     `effective` is the number of independent prompts that are worth as much if all outcomes within a group are
     equal: (sum of sizes)^2 / (sum of squared sizes), Kish's effective sample size of the group means.
     """
-    groups: dict[Split, dict[str, float]] = {}
-    for split, items in by_split.items():
-        sizes = Counter({item.key: item.group for item in items}.values())
-        prompts = sizes.total()
-        squares = sum(size**2 for size in sizes.values())
-        groups[split] = {
-            "prompts": prompts,
-            "groups": len(sizes),
-            "largest": max(sizes.values(), default=0),
-            "effective": round(prompts**2 / max(squares, 1), 1),
-        }
-    return groups
+    # A prompt has one group.
+    _, first = np.unique(digests[:, 0], return_index=True)
+    _, sizes = np.unique(digests[first, 1], return_counts=True)
+    prompts = len(first)
+    return {
+        "prompts": prompts,
+        "groups": len(sizes),
+        "largest": int(sizes.max(initial=0)),
+        "effective": round(prompts**2 / max(int(np.sum(sizes**2)), 1), 1),
+    }
 
 
 def card_warnings(card: Mapping[str, Any], eval_fraction: float) -> Iterator[str]:

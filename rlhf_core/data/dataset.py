@@ -13,8 +13,8 @@ import json
 import logging
 import socket
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -57,7 +57,9 @@ _COLUMNS: dict[str, dict[str, str]] = {
 _ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")}
 """Columns that artifacts of earlier versions do not have."""
 _BATCH_ROWS = 2**12
-"""Rows that are read at once."""
+"""Rows that are read or made into columns at once."""
+_GROUP_BYTES = 2**28
+"""Bytes of a row group of a file, which is in memory when it is written. Files with less have one."""
 
 
 class Rows(Sequence[_T]):
@@ -85,6 +87,11 @@ class Rows(Sequence[_T]):
             return list(map(self._make, range(self._count)[index]))
         # By a range, which takes negative indices and raises the IndexError that ends an iteration.
         return self._make(range(self._count)[index])
+
+
+def picked(rows: Sequence[_T], indices: Any) -> Rows[_T]:
+    """Return the rows with these indices."""
+    return Rows(len(indices), lambda index: rows[indices[index]])
 
 
 def load_sft(folder: Path, split: Split) -> list[SFTExample]:
@@ -265,25 +272,38 @@ def evenly(rows: list[_T], most: int) -> list[_T]:
     return [rows[index * len(rows) // most] for index in range(most)]
 
 
-def write(
-    folder: Path, name: str, split: Split, examples: Sequence[SFTExample | PairExample | PromptExample]
-) -> None:
+def write(folder: Path, name: str, split: Split, examples: Iterable[Any]) -> None:
     """Write `{name}_{split}.parquet` with the columns of the record.
 
-    The same examples give the same bytes.
+    The same examples give the same bytes. A row group of them is in memory.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns: dict[str, list[Any]] = {}
-    for column in _COLUMNS[name]:
-        values = [getattr(example, column) for example in examples]
-        if column == "meta":
-            values = [json.dumps(dict(value), sort_keys=True) for value in values]
-        columns[column] = values
-    pq.write_table(
-        pa.table(columns, schema=_schema(name)), folder / f"{name}_{split}.parquet", compression="zstd"
-    )
+    schema, rest = _schema(name), iter(examples)
+    group = schema.empty_table()
+    with pq.ParquetWriter(folder / f"{name}_{split}.parquet", schema, compression="zstd") as writer:
+        while rows := list(islice(rest, _BATCH_ROWS)):
+            if group.nbytes >= _GROUP_BYTES:
+                writer.write_table(group.combine_chunks())
+                group = schema.empty_table()
+            columns = [_column(rows, field) for field in schema]
+            group = pa.concat_tables([group, pa.table(columns, schema=schema)])
+        # One chunk, because the borders of chunks are borders of pages.
+        writer.write_table(group.combine_chunks())
+
+
+def _column(examples: Sequence[Any], field: Any) -> Any:
+    import numpy as np
+    import pyarrow as pa
+
+    values = [getattr(example, field.name) for example in examples]
+    if field.name == "meta":
+        values = [json.dumps(dict(value), sort_keys=True) for value in values]
+    elif pa.types.is_list(field.type):
+        # Arrow reads arrays many times as fast as sequences of Python.
+        values = [np.asarray(value, field.type.value_type.to_pandas_dtype()) for value in values]
+    return pa.array(values, field.type)
 
 
 def _schema(name: str) -> Any:

@@ -1,7 +1,7 @@
 """From the rows of the sources to token examples, and which of them are held out for evaluation.
 
-sources -> `read_records` (checked records, bad rows in the quarantine) -> `join_groups` -> `drop_repeats`
-        -> `encode_record` (token examples within the length limits)    -> `held_out` (groups for evaluation)
+sources -> `read_records` (checked records, bad rows in the quarantine) -> `rlhf_core.data.repeats`
+        -> `tokens_of`, `within`, `with_tokens` (token examples)         -> `held_out` (groups for evaluation)
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, product
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, Limits, SetName, Source, Thoughts
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import PythonReward, RemoteReward
-from rlhf_core.data.answers import gold_answers, same_answer
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Record, field_value, normalise, other_fields
 from rlhf_core.data.messages import INVISIBLE, Message, RowError
@@ -50,9 +49,8 @@ _MAX_TRAINING_CHARS = 100_000
 _MAX_MARGIN = 1e9
 _RENDERED_SHARE = 0.01
 _SHOWN_REASONS = 3
-_NAMED, _TEXT = "\x1f", "\U0010ffff"
-"""First character of the key of a group that a row names, which sorts before the keys of prompts, and of the
-digest of a text that joins groups, which sorts after them."""
+NAMED = "\x1f"
+"""First character of the key of a group that a row names, which sorts before the keys of prompts."""
 _INVISIBLE = re.compile(f"[{''.join(char for char in INVISIBLE if not char.isspace())}]")
 _MOST_FIELDS = 200
 """Maximum number of fields of a source that are counted."""
@@ -72,8 +70,7 @@ _NEEDS: dict[SetName, str] = {
 # -- reading --
 
 
-@dataclass(frozen=True)
-class SourceRecord:
+class SourceRecord(NamedTuple):
     """A checked record and the row it comes from."""
 
     record: Record
@@ -182,8 +179,8 @@ def read_records(
     quarantine: Quarantine,
     counts: SetCounts,
     contents: Mapping[str, Contents | None],
-) -> list[SourceRecord]:
-    """Return all usable records of a set.
+) -> Iterator[SourceRecord]:
+    """Yield all usable records of a set.
 
     Args:
         config: Configuration of the pipeline.
@@ -194,13 +191,12 @@ def read_records(
 
     Raises DataError if a source is empty, has too many bad rows, or has other contents.
     """
-    records: list[SourceRecord] = []
     sources: tuple[Source, ...] = getattr(config.data, name)
     names = distinct_names(sources)
     for index, source in enumerate(sources):
         field_name = f"data.{name}[{index}]"
         read = bad = marked_bad = 0
-        usable: list[SourceRecord] = []
+        halves: list[SourceRecord] = []
         others = counts.others[field_name] = OtherFields()
         absent = set(source.rename)
         for row in _rows(config, name, source, contents[field_name]):
@@ -220,8 +216,10 @@ def read_records(
             counts.formats[result.record.kind] += 1
             if result.record.marked_bad:
                 marked_bad += 1
+            elif name == "preference" and result.record.kind != "preference":
+                halves.append(result)
             else:
-                usable.append(result)
+                yield result
         counts.read += read
         counts.most_of_a_source = max(counts.most_of_a_source, read)
         counts.bad += bad
@@ -242,8 +240,8 @@ def read_records(
                 field_name, marked_bad, read, 100 * marked_bad / read,
             )  # fmt: skip
         _warn_of_texts(config, name, source, field_name, others, read)
-        records += _pairs(usable, field_name, counts) if name == "preference" else usable
-    return records
+        if halves:
+            yield from _joined(halves, field_name, counts, only=len(halves) == read - bad - marked_bad)
 
 
 def _label(record: Record) -> bool | None:
@@ -254,33 +252,29 @@ def _label(record: Record) -> bool | None:
     return label if isinstance(label, bool) else None
 
 
-def _pairs(records: Sequence[SourceRecord], field_name: str, counts: SetCounts) -> list[SourceRecord]:
-    """Return the pairs among the rows of a source, and those of good and bad answers to the same prompt, as
-    rows of KTO have them by their `label`. Raises DataError if such rows make no pair.
+def _joined(
+    halves: Sequence[SourceRecord], field_name: str, counts: SetCounts, *, only: bool
+) -> list[SourceRecord]:
+    """Return the pairs of good and bad answers to the same prompt, as rows of KTO have them by their `label`.
+    Raises DataError if they make none and are the `only` rows of the source.
     """
     pairs = []
     answers: dict[Any, tuple[list[SourceRecord], list[SourceRecord]]] = {}
-    for item in records:
-        if item.record.kind == "preference":
-            pairs.append(item)
-            continue
+    for item in halves:
         good_and_bad = answers.setdefault((item.record.prompt, item.record.tools), ([], []))
         good_and_bad[0 if _label(item.record) else 1].append(item)
-    labelled, joined = len(records) - len(pairs), 0
     for good, bad in answers.values():
         for better, worse in zip(good, bad, strict=False):
             if better.record.response != worse.record.response:
-                joined += 1
-                record = replace(better.record, kind="preference", rejected=worse.record.response)
-                pairs.append(replace(better, record=record))
-    if not labelled:
-        return pairs
+                record = better.record._replace(kind="preference", rejected=worse.record.response)
+                pairs.append(better._replace(record=record))
+    labelled, joined = len(halves), len(pairs)
     alone = labelled - 2 * joined
     words = (
         f"{field_name}: {alone} of {labelled} rows with a `label` ({100 * alone / labelled:.0f} %) have no"
         " answer with the other label to the same prompt"
     )
-    if not pairs:
+    if only and not pairs:
         raise DataError(f"{words}; give pairs, or train the good ones as data.sft")
     counts.dropped.update({JOINED: joined} | ({UNPAIRED: alone} if alone else {}))
     if alone:
@@ -401,16 +395,16 @@ def own_group(record: Record) -> str:
     """
     value = record.meta.get("group")
     if value is None:
-        return split_key(_until_first_question(record)[-1])
+        return split_key(until_first_question(record)[-1])
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # a column of whole numbers with gaps
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
         raise RowError(f"'group' must be a text or a number; got {json.dumps(value)[:40]}; rename the field")
     # The name of a group is not checked as texts are, and can have lone surrogates.
-    return _NAMED + split_key(str(value).encode(errors="replace").decode())
+    return NAMED + split_key(str(value).encode(errors="replace").decode())
 
 
-def _until_first_question(record: Record) -> list[str]:
+def until_first_question(record: Record) -> list[str]:
     """Return the texts of the messages until the first one of the user; the text of a `text` row."""
     texts = []
     for message in record.prompt:
@@ -420,55 +414,15 @@ def _until_first_question(record: Record) -> list[str]:
     return texts or [record.prompt_text]
 
 
-def join_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> dict[SetName, list[SourceRecord]]:
-    """Return the records with the keys of joined groups, which do not depend on the order of rows and sets.
-
-    Two groups are joined if they have rows with the same prompt, as text. A row that names no group joins
-    all groups with its first user message, and those whose prompt is its opening, which is this message and
-    the system message before it. The key is the smallest one that rows name, else the smallest first user
-    message.
-    """
-    parents: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while (parent := parents.setdefault(name, name)) != name:
-            parents[name] = parents[parent]
-            name = parent
-        return parent
-
-    def join(first: str, second: str) -> None:
-        # By name and not by size, which a union-find usually takes: sizes depend on what was joined before,
-        # and the name of the root decides on which side of the split a group is.
-        smaller, larger = sorted((root(first), root(second)))
-        parents[larger] = smaller
-
-    every = list(chain.from_iterable(records.values()))
-    questions = {item.group for item in every if not item.group.startswith(_NAMED)}
-    for item in every:
-        named = item.group.startswith(_NAMED)
-        opening = _until_first_question(item.record)
-        question = split_key(opening[-1]) if named else item.group
-        texts = {item.record.prompt_text}
-        if not named:
-            texts.add("\n\n".join(opening))
-        for text in texts:
-            key = question if text == opening[-1] else split_key(text)
-            join(item.group, _TEXT + prompt_id(key))
-        if question in questions:
-            join(item.group, question)
-    return {
-        name: [replace(item, group=root(item.group)) for item in items] for name, items in records.items()
-    }
-
-
 def check_rendered(name: str, records: Sequence[SourceRecord], encoder: Encoder, max_share: float) -> None:
     """Raise DataError for a source with more rows than `max_share` that spell special tokens or role marks,
     as rows do that a chat template has already rendered. Such text stays text and is rendered again, which is
     right for single rows that mention a mark. From 1 % on, it is logged.
     """
-    rows = Counter(item.source for item in records)
+    rows: Counter[str] = Counter()
     found: dict[str, list[str]] = {}
     for item in records:
+        rows[item.source] += 1
         mark = encoder.rendered_mark(item.record.texts)
         if mark is not None:
             found.setdefault(item.source, []).append(f"{mark!r} in {item.file}:{item.line}")
@@ -483,62 +437,6 @@ def check_rendered(name: str, records: Sequence[SourceRecord], encoder: Encoder,
             raise DataError(f"{text}, or, if the texts are about such marks, raise data.max_bad_rows")
         if share >= _RENDERED_SHARE:
             log.warning("%s", text)
-
-
-# -- repeats --
-
-
-def drop_repeats(
-    records: Sequence[SourceRecord], name: SetName, config: PipelineConfig, dropped: Counter[str]
-) -> list[SourceRecord]:
-    """Return the distinct records in their order. Of pairs with both orders of preference, none is kept. Of
-    equal prompts, the first one is kept, also if `ppo.rewards` compare with the answers of the rows and these
-    differ.
-
-    `dropped` counts the others by reason.
-    """
-    contradictory = _contradictory(records) if name == "preference" else frozenset()
-    kept = []
-    seen: dict[Any, Record] = {}
-    for item in records:
-        record = item.record
-        key: Any = record.prompt_text if name == "prompts" else _content(record, name)
-        if name == "preference" and _unordered(record) in contradictory:
-            dropped["contradictory pair"] += 1
-        elif config.data.deduplicate and key in seen:
-            is_same = name != "prompts" or _same_answers(record, seen[key], config)
-            dropped["duplicate" if is_same else OTHER_ANSWER] += 1
-        else:
-            seen[key] = record
-            kept.append(item)
-    return kept
-
-
-def _same_answers(first: Record, second: Record, config: PipelineConfig) -> bool:
-    for name in config.ppo.answer_fields:
-        value, other = field_value(first.meta, name), field_value(second.meta, name)
-        spellings = product(gold_answers(value), gold_answers(other))
-        if value != other and not any(same_answer(*pair) for pair in spellings):
-            return False
-    return True
-
-
-def _content(record: Record, name: SetName) -> tuple[Any, ...]:
-    # Of a pair, `sft` uses the chosen response only.
-    rejected = None if name == "sft" else record.rejected
-    return (record.text, record.messages or record.prompt, record.tools, record.response, rejected)
-
-
-def _unordered(record: Record) -> tuple[Any, ...]:
-    """Return a key that does not depend on which of the two responses is preferred."""
-    return (record.prompt, record.tools, frozenset((record.response, record.rejected)))
-
-
-def _contradictory(records: Sequence[SourceRecord]) -> frozenset[tuple[Any, ...]]:
-    winners: dict[tuple[Any, ...], set[Message | None]] = {}
-    for item in records:
-        winners.setdefault(_unordered(item.record), set()).add(item.record.response)
-    return frozenset(key for key, chosen in winners.items() if len(chosen) > 1)
 
 
 # -- encoding --
@@ -568,32 +466,41 @@ class EncodedRecord:
     """Prompt and (chosen) response as plain text, for samples and for the count of overlaps."""
     group: str
     """Key of its group."""
-    lengths: Mapping[str, int] = field(default_factory=dict)
-    """Its tokens, by the field that limits them."""
-    longest_turn: int | None = None
-    """Tokens of the longest answer of a conversation."""
 
 
 def prompt_id(prompt_text: str) -> str:
     """Return 16 hex digits that identify the text of a prompt."""
-    # 64 bits: two of ten million prompts have the same id with a probability of 3e-6.
-    return hashlib.blake2b(prompt_text.encode(), digest_size=8).hexdigest()
+    return f"{bits64(prompt_text):016x}"
+
+
+def bits64(text: str) -> int:
+    """Return 64 bits that identify a text."""
+    # Of ten million texts, two have the same ones with a probability of 3e-6.
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of a record, or of one sequence of it."""
 
-    ids: tuple[tuple[int, ...], ...]
-    """The columns of its example: of a demonstration tokens and mask, of a pair prompt and both responses."""
+    ids: tuple[Any, ...]
+    """The columns of its example: of a demonstration tokens and mask, of a pair prompt and both responses.
+    Tuples or `Numbers`.
+    """
     lengths: Mapping[str, int]
-    """As in `EncodedRecord`."""
+    """Their numbers, by the field that limits them."""
     longest_turn: int | None = None
+    """Tokens of the longest answer of a conversation."""
 
-
-def encode_record(item: SourceRecord, name: SetName, encoder: Encoder, bounds: Limits) -> list[EncodedRecord]:
-    """Return the token examples of one record: `tokens_of`, and `with_tokens` of each."""
-    return [with_tokens(item, name, tokens) for tokens in tokens_of(item.record, name, encoder, bounds)]
+    @property
+    def measures(self) -> tuple[int, int, float]:
+        """Tokens of the prompt and of the response, and the place of the first trained token of a
+        conversation; 0 of other rows.
+        """
+        first = 0.0
+        if self.longest_turn is not None:
+            first = self.ids[1].index(1) if 1 in self.ids[1] else math.inf
+        return self.lengths.get(PROMPT, 0), self.lengths.get(RESPONSE, 0), first
 
 
 def tokens_of(record: Record, name: SetName, encoder: Encoder, bounds: Limits) -> list[Tokens]:
@@ -645,27 +552,29 @@ def with_tokens(item: SourceRecord, name: SetName, tokens: Tokens) -> EncodedRec
         [ids] = tokens.ids
         example = PromptExample(prompt_id(text), text, ids, record.meta, item.source, group)
     whole = text if name == "prompts" else _plain_text(record)
-    return EncodedRecord(example, split_key(text), whole, item.group, tokens.lengths, tokens.longest_turn)
+    return EncodedRecord(example, split_key(text), whole, item.group)
 
 
-def within(encoded: EncodedRecord, limits: Limits) -> EncodedRecord:
-    """Return the record within the limits: a text or conversation is cut.
+def within(tokens: Tokens, limits: Limits) -> Tokens:
+    """Return the tokens within the limits: those of a text or conversation are cut.
 
-    Raises RecordDropped if its prompt or response is longer, or if nothing to learn is left of it.
+    Raises RecordDropped if the prompt or response is longer, or if nothing to learn is left.
     """
-    lengths = encoded.lengths
-    if lengths.get(PROMPT, 0) > limits.prompt:
-        raise RecordDropped(PROMPT_TOO_LONG)
-    if lengths.get(RESPONSE, 0) > limits.response:
-        raise RecordDropped(RESPONSE_TOO_LONG)
-    example = encoded.example
-    if TEXT not in lengths or not isinstance(example, SFTExample):
-        return encoded
-    mask = example.loss_mask[: limits.text]
-    if encoded.longest_turn is not None and 1 not in mask:
-        raise RecordDropped(NOTHING_TO_LEARN)
-    cut = replace(example, input_ids=example.input_ids[: limits.text], loss_mask=mask)
-    return replace(encoded, example=cut)
+    if reason := why_dropped(tokens.measures, limits):
+        raise RecordDropped(reason)
+    if TEXT not in tokens.lengths:
+        return tokens
+    return replace(tokens, ids=tuple(column[: limits.text] for column in tokens.ids))
+
+
+def why_dropped(measures: Iterable[float], limits: Limits) -> str | None:
+    """Return why tokens with these `Tokens.measures` are left out, or None if they are not."""
+    prompt, response, first_trained = measures
+    if prompt > limits.prompt:
+        return PROMPT_TOO_LONG
+    if response > limits.response:
+        return RESPONSE_TOO_LONG
+    return NOTHING_TO_LEARN if first_trained >= limits.text else None
 
 
 def _margin(record: Record) -> float | None:
@@ -695,7 +604,7 @@ def _tokens_of_conversation(record: Record, encoder: Encoder, most: int) -> list
         raise RecordDropped(NOTHING_TO_LEARN, {TEXT: estimated_tokens(record.prompt_text)})
     last = record.messages[-1]
     # The rest is cut. Tokenizing it could take minutes.
-    last = replace(last, content=encoder.beginning(last.content, max(most, _MEASURED_TEXT)))
+    last = last._replace(content=encoder.beginning(last.content, max(most, _MEASURED_TEXT)))
     found = []
     for encoded in encoder.conversations([*record.messages[:-1], last], record.tools):
         turns = "".join(map(str, encoded.mask)).split("0")
@@ -720,7 +629,7 @@ def _require_bound(encoder: Encoder, text: str, bound: int, limited_by: str) -> 
 
 
 def estimated_lengths(record: Record, name: SetName) -> dict[str, int]:
-    """Return about what `EncodedRecord.lengths` will be in the set `name`, without a tokenizer."""
+    """Return about what `Tokens.lengths` will be in the set `name`, without a tokenizer."""
     if record.text is not None:
         return {TEXT: estimated_tokens(record.text)}
     if name == "sft" and record.kind == "messages":
@@ -773,39 +682,40 @@ def split_position(seed: int, key: str) -> float:
     A group is held out if its position is below the evaluation share. The position is the same in all sets,
     runs and machines.
     """
-    digest = hashlib.blake2b(f"{seed}\x1fsplit\x1f{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return bits64(f"{seed}\x1fsplit\x1f{key}") / 2**64
 
 
-def held_out(seed: int, keys_by_set: Mapping[str, Sequence[str]], fraction: float) -> frozenset[str]:
-    """Return the keys of the groups that are kept for evaluation in all sets together.
+def held_out(positions_by_set: Mapping[SetName, Sequence[float]], fraction: float) -> frozenset[float]:
+    """Return the positions of the groups that are kept for evaluation in all sets together: those below
+    `fraction`. The positions are those of the groups of each row (`split_position`).
 
-    They are chosen by `split_position`. In a set that is so small that all or none of its groups were
-    chosen, the one nearest to the border is moved. Raises DataError if a set has only one group.
+    In a set that is so small that all or none of its groups were chosen, the one nearest to the border is
+    moved. Raises DataError if a set has only one group.
     """
-    position = {key: split_position(seed, key) for keys in keys_by_set.values() for key in keys}
-    held = {key for key, value in position.items() if value < fraction}
-    pinned: set[str] = set()
+    import numpy as np
+
+    groups = {name: np.unique(positions) for name, positions in positions_by_set.items()}
+    held = {each for distinct in groups.values() for each in distinct[distinct < fraction].tolist()}
+    pinned: set[float] = set()
     # Training groups of all sets first: one that a set needs for training must not be held out later.
     for side in ("train", "eval"):
-        for name, keys in keys_by_set.items():
-            distinct = sorted(set(keys), key=lambda key: (position[key], key))
+        for name, distinct in groups.items():
             if len(distinct) < 2:
                 raise DataError(
                     f"data.{name}: only {len(distinct)} group of prompts left (the same first user message or"
                     " `group`); at least 2 are needed, one of them for evaluation; give more rows, or give"
                     " all rows a field `group` that separates them"
                 )
-            if side == "train" and all(key in held for key in distinct):
+            if side == "train" and all(each in held for each in distinct):
                 held.discard(distinct[-1])
                 pinned.add(distinct[-1])
-            elif side == "eval" and not any(key in held for key in distinct):
+            elif side == "eval" and not any(each in held for each in distinct):
                 # Not a group that another set needs for training.
-                held.add(next((key for key in distinct if key not in pinned), distinct[0]))
-    for name, keys in keys_by_set.items():
+                held.add(next((each for each in distinct if each not in pinned), distinct[0]))
+    for name, distinct in groups.items():
         # A group that was held out for one set can be the last one of another for training.
-        if all(key in held for key in keys):
+        if all(each in held for each in distinct):
             raise DataError(
-                f"data.{name}: too few groups of prompts ({len(set(keys))}) to hold some out; give more rows"
+                f"data.{name}: too few groups of prompts ({len(distinct)}) to hold some out; give more rows"
             )
     return frozenset(held)

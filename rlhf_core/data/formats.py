@@ -28,8 +28,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhf_core.config.data import Format, Thoughts
 from rlhf_core.data.messages import (
@@ -100,8 +99,7 @@ def field_value(row: Mapping[str, Any], name: str) -> Any | None:
     return value
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """A checked row. Which fields are set follows from `kind`."""
 
     kind: Format
@@ -118,7 +116,7 @@ class Record:
     """`preference` rows."""
     tools: str = ""
     """Functions that the assistant can call: JSON text of a list, or empty."""
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: Mapping[str, Any] = {}
     """Every other field of the row: JSON."""
     marked_bad: bool = False
     """Whether `label`, `train` or `weight` of the row says that its answer is not trained."""
@@ -201,12 +199,12 @@ def normalise(
             raise RowError("the last of 'messages' must be the assistant's")
         return Record("prompt", messages, tools=tools, meta=meta)
     if kind == "preference":
-        return replace(_preference(row, thoughts), tools=tools, meta=meta, marked_bad=bad)
+        return _preference(row, thoughts)._replace(tools=tools, meta=meta, marked_bad=bad)
     prompt = _prompt(row, thoughts)
     record = Record(kind, _with_system(row, prompt), tools=tools, meta=meta, marked_bad=bad)
     if kind == "prompt":
         return record
-    return replace(record, response=_response(row, "completion", prompt, thoughts))
+    return record._replace(response=_response(row, "completion", prompt, thoughts))
 
 
 def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,10 +61,10 @@ class Lengths:
 
     context: int
     """Context length of the model."""
-    of: dict[str, dict[SetName, list[int]]] = field(
-        default_factory=lambda: {name: {each: [] for each in SETS} for name in _FIELDS}
+    of: dict[str, dict[SetName, array[int]]] = field(
+        default_factory=lambda: {name: {each: array("i") for each in SETS} for name in _FIELDS}
     )
-    turns: list[int] = field(default_factory=list)
+    turns: array[int] = field(default_factory=lambda: array("i"))
     """The longest answer of each conversation. No limit of responses applies to it."""
 
     def add(self, name: SetName, lengths: Mapping[str, int]) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from rlhf_core.config.data import Thoughts
@@ -59,8 +58,7 @@ class Call(NamedTuple):
     id: str = ""
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One turn of a conversation."""
 
     role: str
@@ -123,7 +121,7 @@ def _thought(message: Message, said: str, name: str, thoughts: Thoughts | None) 
         return message
     if thoughts is None:
         raise RowError(f"{name} has thoughts of the assistant; set data.thoughts to keep or drop them")
-    return replace(message, thoughts=said)
+    return message._replace(thoughts=said)
 
 
 def tools_of(value: Any, name: str = "'tools'") -> str:
@@ -211,7 +209,7 @@ def messages_of(
         return messages
     if not messages[-1].trained and messages[-1].role == "assistant" and name != "messages":
         raise RowError(f"the answer of {name!r} is marked as not trained (`weight` is 0, or `train` false)")
-    return tuple(replace(message, trained=True) for message in messages)
+    return tuple(message._replace(trained=True) for message in messages)
 
 
 def _message(item: Any, name: str, thoughts: Thoughts | None) -> Message:
@@ -242,7 +240,7 @@ def _message(item: Any, name: str, thoughts: Thoughts | None) -> Message:
         return Message(str(role), checked_text(content, f"{name}.content"))
     calls = _calls(item.get("tool_calls"), f"{name}.tool_calls")
     text = "" if calls and is_empty(content) else checked_text(content, f"{name}.content")
-    found = replace(answer(text, f"{name}.content", thoughts, calls), trained=trained)
+    found = answer(text, f"{name}.content", thoughts, calls)._replace(trained=trained)
     for key in _THOUGHTS:
         if is_empty(item.get(key)):
             continue

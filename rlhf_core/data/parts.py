@@ -17,13 +17,14 @@ import signal
 import time
 import zlib
 from array import array
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from multiprocessing import get_context
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlhf_core.config.data import Limits, SetName
+from rlhf_core.data.dataset import Rows
 from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, tokens_of
 from rlhf_core.data.formats import Record
 from rlhf_core.data.templates import EncodeError, Encoder
@@ -41,6 +43,7 @@ from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import write_atomic
 from rlhf_core.system.machine import Machine
 from rlhf_core.system.processes import die_with_parent
+from rlhf_core.types import Numbers
 
 FEW_ROWS = 2**14
 """Fewer rows in all sets are encoded within a minute, at once and without parts."""
@@ -54,7 +57,7 @@ _DIGEST_BYTES = 32
 
 Found = list[Tokens] | RecordDropped | EncodeError
 """The sequences of a record, or why it has none."""
-Encode = Callable[[SetName], Iterator[Found]]
+Encoding = tuple[Callable[[SetName], Iterable[Found]], Callable[[SetName], Sequence[Found]]]
 
 
 class _Part(NamedTuple):
@@ -71,8 +74,9 @@ def encoding(
     bounds: Limits,
     folder: Path | None,
     processes: int | None = None,
-) -> Iterator[Encode]:
-    """Yield a function that yields what is found for each record of a set, in their order.
+) -> Iterator[Encoding]:
+    """Yield a function that yields what is found for each record of a set, in their order, and one that
+    returns the same again.
 
     Args:
         records: The records of all sets.
@@ -84,7 +88,12 @@ def encoding(
     Raises InfrastructureError if one of the processes is killed.
     """
     if folder is None or sum(map(len, records.values())) < FEW_ROWS:
-        yield lambda name: (_found(item.record, name, encoder, bounds) for item in records[name])
+
+        def found(name: SetName, index: int) -> Found:
+            return _found(records[name][index].record, name, encoder, bounds)
+
+        kept = {name: Rows(len(items), cache(partial(found, name))) for name, items in records.items()}
+        yield kept.__getitem__, kept.__getitem__
         return
     folder.mkdir(parents=True, exist_ok=True)
     common = _common(encoder, bounds)
@@ -93,7 +102,8 @@ def encoding(
     most = Machine().cores() if processes is None else processes
     count = min(most, missing // _PARTS_OF_A_PROCESS)
     with _pool(encoder, bounds, count) as submit:
-        yield _Parts(records, parts, partial(_make, encoder, bounds), submit, ahead=2 * count)
+        made = _Parts(records, parts, partial(_make, encoder, bounds), submit, ahead=2 * count)
+        yield made, made.found
     _delete_old(folder)
 
 
@@ -130,7 +140,7 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
     seed = hashlib.sha256(common + name.encode())
     digest, start, size = seed.copy(), 0, 0
     for end, item in enumerate(records, start=1):
-        row = json.dumps(_encoded(item.record), default=vars).encode()
+        row = json.dumps(_encoded(item.record)).encode()
         # With its length: otherwise other rows, cut at other
         # places of the same bytes, would have this digest.
         digest.update(len(row).to_bytes(8, "little") + row)
@@ -144,7 +154,7 @@ def _cut(name: SetName, records: Sequence[SourceRecord], common: bytes, folder: 
 
 def _encoded(record: Record) -> Record:
     """Return the part of a record that its tokens follow from."""
-    return replace(record, meta={})
+    return record._replace(meta={})
 
 
 # -- encoding --
@@ -185,10 +195,20 @@ class _Parts:
                 f"data.{name}: a process that encodes rows was ended, as by the kernel if the memory is full;"
                 " give the machine more memory, or the stage fewer cores"
             ) from error
-        except OSError as error:
-            raise InfrastructureError(
-                f"data.{name}: a part cannot be kept in run.home: {error}; free some space"
-            ) from error
+
+    def found(self, name: SetName) -> Sequence[Found]:
+        """Return what is found for each record of a set, of which one part is in memory."""
+        parts = self.parts[name]
+
+        @lru_cache(1)
+        def read(part: _Part) -> list[Found]:
+            return list(self._ended(name, part, None))
+
+        def found(index: int) -> Found:
+            part = parts[bisect_right(parts, index, key=lambda part: part.start) - 1]
+            return read(part)[index - part.start]
+
+        return Rows(len(self.records[name]), found)
 
     def _begun(self, name: SetName, part: _Part) -> Future[None] | None:
         if self.submit is None or part.path.exists():
@@ -196,12 +216,17 @@ class _Parts:
         return self.submit(part.path, name, self._rows(name, part))
 
     def _ended(self, name: SetName, part: _Part, future: Future[None] | None) -> Iterator[Found]:
-        if future is not None:
-            future.result()
-        content = _intact(part.path)
-        if content is None:  # missing or damaged
-            self.make(part.path, name, self._rows(name, part))
-            content = part.path.read_bytes()[_DIGEST_BYTES:]
+        try:
+            if future is not None:
+                future.result()
+            content = _intact(part.path)
+            if content is None:  # missing or damaged
+                self.make(part.path, name, self._rows(name, part))
+                content = part.path.read_bytes()[_DIGEST_BYTES:]
+        except OSError as error:
+            raise InfrastructureError(
+                f"data.{name}: a part cannot be kept in run.home: {error}; free some space"
+            ) from error
         yield from _unpacked(content)
 
     def _rows(self, name: SetName, part: _Part) -> list[Record]:
@@ -314,7 +339,7 @@ def _unpacked(packed: bytes) -> Iterator[Found]:
         for counts, lengths, longest_turn in each:
             columns = []
             for count in counts:
-                columns.append(tuple(ids[at : at + count].tolist()))
+                columns.append(Numbers(ids[at : at + count]))
                 at += count
             found.append(Tokens(tuple(columns), lengths, longest_turn))
         yield found

@@ -9,17 +9,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.consistency import LEAST_PROMPTS
 from rlhf_core.config.data import SETS, Limits, SetName, Source, fitted_limits
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.card import Splits, build_card, card_markdown, card_warnings
-from rlhf_core.data.dataset import Split, require_answers, require_margins, write
+from rlhf_core.data.card import Facts, Splits, build_card, card_markdown, card_warnings
+from rlhf_core.data.dataset import Rows, Split, picked, require_answers, require_margins, write
 from rlhf_core.data.difficulty import by_difficulty
 from rlhf_core.data.examples import (
     EncodedRecord,
@@ -30,17 +33,17 @@ from rlhf_core.data.examples import (
     check_bad_share,
     check_rendered,
     distinct_names,
-    drop_repeats,
     held_out,
-    join_groups,
     read_records,
     split_position,
     training_texts,
+    why_dropped,
     with_tokens,
     within,
 )
 from rlhf_core.data.lengths import Lengths, measured
-from rlhf_core.data.parts import Encode, encoding
+from rlhf_core.data.parts import FEW_ROWS, Found, encoding
+from rlhf_core.data.repeats import drop_repeats, join_groups, stored
 from rlhf_core.data.sources import (
     Contents,
     model_digests,
@@ -61,7 +64,6 @@ from rlhf_core.models.folder import base_model_config
 from rlhf_core.models.shape import text_settings, with_defaults
 from rlhf_core.system.failpoints import failpoint
 from rlhf_core.system.files import write_json
-from rlhf_core.types import PairExample, PromptExample
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +105,10 @@ def prepare(
     require_unchanged(digests, key_digests or {}, config)
     prepared = read_and_encode(config, out, progress, contents, parts)
     failpoint("data.encoded")
+    facts = Facts(prepared.splits)
     for name in SETS:
         for split, items in prepared.splits[name].items():
-            write(out, FILE_NAMES[name], split, [item.example for item in items])
+            write(out, FILE_NAMES[name], split, facts.seen(name, split, items))
     tokenizer = prepared.encoder.tokenizer
     save_tokenizer(tokenizer, out / "tokenizer")
     encoder = prepared.encoder
@@ -114,9 +117,9 @@ def prepare(
         write_tiny_config(config, tokenizer, out / "model")
     # The template was read between this check and its digest.
     require_unchanged(template_digests(config), digests, config)
-    card = prepared.card(config, digests)
+    card = prepared.card(config, digests, facts)
     for warning in (
-        *size_warnings(config, prepared.splits),
+        *size_warnings(config, prepared.splits, card),
         *card_warnings(card, config.data.eval_fraction),
     ):
         log.warning("%s", warning)
@@ -135,9 +138,9 @@ class Prepared:
     counts: Mapping[SetName, SetCounts]
     splits: Splits
 
-    def card(self, config: PipelineConfig, digests: Mapping[str, str]) -> dict[str, Any]:
-        """Return the data card. `digests` are those of the sources by name."""
-        card = build_card(config, digests, self.counts, self.splits, self.encoder.tokenizer)
+    def card(self, config: PipelineConfig, digests: Mapping[str, str], facts: Facts) -> dict[str, Any]:
+        """Return the data card. `digests` are those of the sources by name, and `facts` those of the rows."""
+        card = build_card(config, digests, self.counts, facts, self.encoder.tokenizer)
         given, limits = config.given_limits, self.limits
         longest_prompt = limits.prompt
         if given.prompt is None:
@@ -166,41 +169,58 @@ def read_and_encode(
     """
     counts = {name: SetCounts() for name in SETS}
     quarantine = Quarantine(out / QUARANTINE)
-    records: dict[SetName, list[SourceRecord]] = {}
+    records: dict[SetName, Sequence[SourceRecord]] = {}
     try:
         for name in SETS:
-            records[name] = read_records(config, name, quarantine, counts[name], contents)
+            read = read_records(config, name, quarantine, counts[name], contents)
+            records[name] = stored(read, out)
         # Before any row is dropped: which of two equal rows is kept depends on their order.
         for name, all_records in join_groups(records).items():
             records[name] = drop_repeats(all_records, name, config, counts[name].dropped)
         failpoint("data.read")
         tokenizer, context = _tokenizer(config, records)
-        # The tokens of a prompt are then the same object in the rows of all sets.
+        # The tokens of a prompt are then the same object in the rows of all sets, unless these are many.
         model = config.model.path or "the trained tokenizer"
-        encoder = Encoder(tokenizer, config.data.template, model, known_prompts=None)
+        known = None if sum(map(len, records.values())) < FEW_ROWS else 1
+        encoder = Encoder(tokenizer, config.data.template, model, known_prompts=known)
         if config.data.thoughts == "drop":
             encoder.require_droppable_thoughts()
         for name in SETS:
             check_rendered(f"data.{name}", records[name], encoder, config.data.max_bad_rows)
         lengths = Lengths(context)
         bounds = measured(config.given_limits, context)
-        with encoding(records, encoder, bounds, parts) as encode:
-            encoded = _encode(config, records, encode, lengths, quarantine, counts, progress)
+        with encoding(records, encoder, bounds, parts) as (encode, again):
+            report = _reporting(progress, sum(map(len, records.values())))
+            sequences = {}
+            for name in SETS:
+                found = zip(records[name], encode(name), strict=True)
+                sequences[name] = _measured(config, name, found, lengths, quarantine, counts[name], report)
         limits = _limits(config, lengths)
-        encoded = _within(config, encoded, limits, lengths, counts)
+        kept, groups = {}, {}
+        for name in SETS:
+            reasons = [why_dropped(measures, limits) for measures in sequences[name][:, 2:5]]
+            counts[name].dropped.update(filter(None, reasons))
+            usable = sequences[name][[reason is None for reason in reasons]]
+            _check_enough(config, name, len(usable), counts[name], lengths, limits)
+            places, groups[name] = usable[:, :2].astype(int), usable[:, 5]
+            kept[name] = _encoded(name, records[name], again(name), places, limits)
+        lengths.say(config.given_limits, limits)
     finally:
         quarantine.close()
     if config.reward.enabled and config.reward.margin == "field":
-        require_margins(
-            [item.example for item in encoded["preference"] if isinstance(item.example, PairExample)]
-        )
-    prompts = [item.example for item in encoded["prompts"] if isinstance(item.example, PromptExample)]
+        require_margins(_examples(kept["preference"]))
+    prompts = _examples(kept["prompts"])
     for warning in require_answers(prompts, config.ppo.rewards, most=config.data.max_bad_rows):
         log.warning("%s", warning)
-    return Prepared(encoder, lengths, limits, counts, _split(config, encoded, counts))
+    return Prepared(encoder, lengths, limits, counts, _split(config, kept, groups, counts))
 
 
-def _tokenizer(config: PipelineConfig, records: dict[SetName, list[SourceRecord]]) -> tuple[Any, int]:
+def _examples(items: Sequence[EncodedRecord]) -> Rows[Any]:
+    """Return the examples, which are all those of one set."""
+    return Rows(len(items), lambda index: items[index].example)
+
+
+def _tokenizer(config: PipelineConfig, records: Mapping[SetName, Sequence[SourceRecord]]) -> tuple[Any, int]:
     """Return the tokenizer with the configured chat template, and the longest sequence of the model in
     tokens.
     """
@@ -296,52 +316,79 @@ def write_tiny_config(config: PipelineConfig, tokenizer: Any, folder: Path) -> N
     write_json(folder / "config.json", settings)
 
 
-def _encode(
+def _measured(
     config: PipelineConfig,
-    records: dict[SetName, list[SourceRecord]],
-    encode: Encode,
+    name: SetName,
+    rows: Iterable[tuple[SourceRecord, Found]],
     lengths: Lengths,
     quarantine: Quarantine,
-    counts: dict[SetName, SetCounts],
-    progress: Callable[[int, int], None],
-) -> dict[SetName, list[EncodedRecord]]:
-    """Encode all records, and add their lengths to `lengths`. No limit is applied."""
-    encoded: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
-    total = sum(map(len, records.values()))
-    report = _reporting(progress, total)
-    done = 0
-    for name in SETS:
-        for item, found in zip(records[name], encode(name), strict=True):
-            if isinstance(found, RecordDropped):
-                counts[name].dropped[str(found)] += 1
-                lengths.add(name, found.lengths)
-            elif isinstance(found, EncodeError):
-                counts[name].bad += 1
-                quarantine.add(f"data.{name}", item.file, item.line, str(found), item.record.prompt_text)
-            else:
-                counts[name].further += len(found) - 1
-                for tokens in found:
-                    encoded[name].append(with_tokens(item, name, tokens))
-                    lengths.add(name, tokens.lengths)
-                    if tokens.longest_turn is not None:
-                        lengths.turns.append(tokens.longest_turn)
-            done += 1
-            if done % _REPORT_EVERY == 0 or done == total:
-                report(done)
-        # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
-        if quarantine.first.get(f"data.{name}"):
-            check_bad_share(
-                config, f"data.{name}", "all sources", counts[name].bad, counts[name].read, quarantine
-            )
-    return encoded
+    counts: SetCounts,
+    report: Callable[[], None],
+) -> Any:
+    """Return the sequences of a set, and add their lengths to `lengths`. No limit is applied.
+
+    An array of doubles (sequences, 6): the index of the record, the number in the record, its
+    `measures`, and the position of the group. Numbers only, because there can be many.
+
+    Args:
+        config: The configuration.
+        name: The set.
+        rows: Its records, and what is found for each.
+        lengths: Those of all sets.
+        quarantine: Receives the bad rows.
+        counts: Those of the set.
+        report: Called for each row.
+    """
+    sequences = array("d")
+    for row, (item, found) in enumerate(rows):
+        if isinstance(found, RecordDropped):
+            counts.dropped[str(found)] += 1
+            lengths.add(name, found.lengths)
+        elif isinstance(found, EncodeError):
+            counts.bad += 1
+            quarantine.add(f"data.{name}", item.file, item.line, str(found), item.record.prompt_text)
+        else:
+            counts.further += len(found) - 1
+            group = split_position(config.data.split_seed, item.group)
+            for number, tokens in enumerate(found):
+                lengths.add(name, tokens.lengths)
+                if tokens.longest_turn is not None:
+                    lengths.turns.append(tokens.longest_turn)
+                sequences.extend((row, number, *tokens.measures, group))
+        report()
+    # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
+    if quarantine.first.get(f"data.{name}"):
+        check_bad_share(config, f"data.{name}", "all sources", counts.bad, counts.read, quarantine)
+    return np.array(sequences).reshape(-1, 6)
 
 
-def _reporting(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
-    """Return a function for the number of encoded rows, which logs the rate and the time left as well."""
-    said, said_at = 0, time.monotonic()
+def _encoded(
+    name: SetName,
+    records: Sequence[SourceRecord],
+    found: Sequence[Found],
+    places: Any,
+    limits: Limits,
+) -> Rows[EncodedRecord]:
+    """Return the sequences of a set with their tokens and texts."""
 
-    def report(done: int) -> None:
-        nonlocal said, said_at
+    def item(index: int) -> EncodedRecord:
+        row, number = places[index].tolist()
+        of_row = found[row]
+        assert isinstance(of_row, list)
+        return with_tokens(records[row], name, within(of_row[number], limits))
+
+    return Rows(len(places), item)
+
+
+def _reporting(progress: Callable[[int, int], None], total: int) -> Callable[[], None]:
+    """Return a function that is called for each encoded row. It logs the rate and the time left as well."""
+    done, said, said_at = 0, 0, time.monotonic()
+
+    def report() -> None:
+        nonlocal done, said, said_at
+        done += 1
+        if done % _REPORT_EVERY and done != total:
+            return
         progress(done, total)
         now = time.monotonic()
         if now - said_at >= _SAID_EVERY:
@@ -351,26 +398,6 @@ def _reporting(progress: Callable[[int, int], None], total: int) -> Callable[[in
             said, said_at = done, now
 
     return report
-
-
-def _within(
-    config: PipelineConfig,
-    encoded: Mapping[SetName, Sequence[EncodedRecord]],
-    limits: Limits,
-    lengths: Lengths,
-    counts: Mapping[SetName, SetCounts],
-) -> dict[SetName, list[EncodedRecord]]:
-    """Return the records within the limits, and log what is left out. Raises DataError if too few remain."""
-    kept: dict[SetName, list[EncodedRecord]] = {name: [] for name in SETS}
-    for name, items in encoded.items():
-        for item in items:
-            try:
-                kept[name].append(within(item, limits))
-            except RecordDropped as dropped:
-                counts[name].dropped[str(dropped)] += 1
-        _check_enough(config, name, len(kept[name]), counts[name], lengths, limits)
-    lengths.say(config.given_limits, limits)
-    return kept
 
 
 def _check_enough(
@@ -394,9 +421,10 @@ def _check_enough(
     )
 
 
-def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
+def size_warnings(config: PipelineConfig, splits: Splits, card: Mapping[str, Any]) -> Iterator[str]:
     """Yield warnings of too few steps of SFT, of too few prompts for the steps of PPO, for a champion, or to
-    choose and judge the policy, and of too few pairs to measure the reward model. `splits` have all rows.
+    choose and judge the policy, and of too few pairs to measure the reward model. `splits` have all rows, and
+    `card` is theirs.
 
     Raises DataError if `ppo.difficulty` leaves no prompt.
     """
@@ -409,13 +437,11 @@ def size_warnings(config: PipelineConfig, splits: Splits) -> Iterator[str]:
             f"{sft.batch_size}), after which responses may not end; sft.epochs={epochs} gives"
             f" {steps // sft.epochs * epochs}"
         )
-    count = len({item.key for item in splits["prompts"]["train"]})  # a weight makes copies
+    count = card["groups"]["prompts"]["train"]["prompts"]  # a weight makes copies
     trained = count
     if config.ppo.enabled and config.ppo.difficulty is not None:
         # The stage `ppo`, which chooses them, comes after hours of other training.
-        rows = [item.example for item in splits["prompts"]["train"]]
-        prompts = [each for each in rows if isinstance(each, PromptExample)]
-        chosen = by_difficulty(prompts, config.ppo.difficulty)
+        chosen = by_difficulty(_examples(splits["prompts"]["train"]), config.ppo.difficulty)
         trained = len({prompt.prompt_id for prompt in chosen})
     if config.ppo.enabled and 0 < trained < config.ppo.prompts_per_step:
         yield (
@@ -486,55 +512,62 @@ def _too_few_held_out(config: PipelineConfig, count: int, total: int) -> Iterato
 
 
 def _split(
-    config: PipelineConfig, encoded: dict[SetName, list[EncodedRecord]], counts: dict[SetName, SetCounts]
-) -> dict[SetName, dict[Split, list[EncodedRecord]]]:
+    config: PipelineConfig,
+    encoded: Mapping[SetName, Sequence[EncodedRecord]],
+    positions: Mapping[SetName, Any],
+    counts: Mapping[SetName, SetCounts],
+) -> dict[SetName, dict[Split, Sequence[EncodedRecord]]]:
     """Move held-out groups to `eval` in every set: at most `max_eval` rows with the lowest split positions.
 
     They are written in the order of the positions of their groups and, within a group, of their prompts, so
     that the first n rows are a sample of all sources.
     """
-    seed = config.data.split_seed
-    keys: dict[str, list[str]] = {
-        name: [item.group for item in items] for name, items in encoded.items() if items
-    }
-    held = held_out(seed, keys, config.data.eval_fraction)
-    splits: dict[SetName, dict[Split, list[EncodedRecord]]] = {}
+    some = {name: each for name, each in positions.items() if len(each)}
+    held = list(held_out(some, config.data.eval_fraction))
+    most = config.data.max_eval
+    splits: dict[SetName, dict[Split, Sequence[EncodedRecord]]] = {}
     for name, items in encoded.items():
-        train = [item for item in items if item.group not in held]
-        evaluation = [item for item in items if item.group in held]
-        evaluation.sort(key=lambda item: (split_position(seed, item.group), split_position(seed, item.key)))
-        excess = len(evaluation) - config.data.max_eval
-        if excess > 0:
-            del evaluation[config.data.max_eval :]
+        groups = positions[name]
+        is_held = np.isin(groups, held)
+        evaluation = np.flatnonzero(is_held)
+        if (excess := len(evaluation) - most) > 0:
             counts[name].dropped["held out beyond data.max_eval"] += excess
+            evaluation = evaluation[groups[evaluation] <= np.partition(groups[evaluation], most)[most]]
+        # Read in the order in which they are kept.
+        chosen = [(groups[at], items[at]) for at in evaluation]
+        chosen.sort(key=lambda one: (one[0], split_position(config.data.split_seed, one[1].key)))
+        evaluated = [item for _, item in chosen[:most]]
         # Not the held-out rows: their copies would count as independent outcomes in each evaluation.
-        train = _weighted(config, name, train, counts[name])
-        counts[name].train, counts[name].eval = len(train), len(evaluation)
-        splits[name] = {"train": train, "eval": evaluation}
+        train = _weighted(config, name, picked(items, np.flatnonzero(~is_held)), counts[name])
+        counts[name].train, counts[name].eval = len(train), len(evaluated)
+        splits[name] = {"train": train, "eval": evaluated}
     return splits
 
 
 def _weighted(
-    config: PipelineConfig, name: SetName, train: list[EncodedRecord], counts: SetCounts
-) -> list[EncodedRecord]:
+    config: PipelineConfig, name: SetName, train: Sequence[EncodedRecord], counts: SetCounts
+) -> Sequence[EncodedRecord]:
     """Return the training rows as often as the weights of their sources say: all rows of a source a whole
     number of times, and for the rest a sample by the hashes of their texts. The copies follow all rows.
     """
     sources: tuple[Source, ...] = getattr(config.data, name)
     if all(source.weight == 1.0 for source in sources):
         return train
-    turns = [0] * len(train)
-    for source, shown_name in zip(sources, distinct_names(sources), strict=True):
-        rows = [at for at, item in enumerate(train) if item.example.source == shown_name]
-        if not rows:
+    names = distinct_names(sources)
+    origins, positions = array("i"), array("d")
+    for item in train:
+        origins.append(names.index(item.example.source))
+        positions.append(split_position(config.data.split_seed, f"weight\x1f{item.text}"))
+    turns = np.zeros(len(train), np.int64)
+    for index, source in enumerate(sources):
+        rows = np.flatnonzero(np.array(origins) == index)
+        if not len(rows):
             continue
         # At least one: a small source with a small weight would otherwise be left out without a word.
         used = max(1, round(source.weight * len(rows)))
         whole, rest = divmod(used, len(rows))
-        rows.sort(key=lambda at: split_position(config.data.split_seed, f"weight\x1f{train[at].text}"))
-        for rank, at in enumerate(rows):
-            turns[at] = whole + (rank < rest)
-        counts.weighted[shown_name] = (len(rows), used)
-    return [
-        item for turn in range(max(turns)) for item, most in zip(train, turns, strict=True) if turn < most
-    ]
+        turns[rows] = whole
+        turns[rows[np.argsort(np.array(positions)[rows], kind="stable")[:rest]]] += 1
+        counts.weighted[names[index]] = (len(rows), used)
+    copies = [np.flatnonzero(turns > turn) for turn in range(turns.max())]
+    return picked(train, np.concatenate(copies))

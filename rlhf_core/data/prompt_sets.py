@@ -15,7 +15,7 @@ from rlhf_core.config.evaluate import RegressionSet
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import AnyReward, GoldReward
 from rlhf_core.data.dataset import require_answers
-from rlhf_core.data.examples import RecordDropped, SourceRecord, encode_record, to_record, within
+from rlhf_core.data.examples import RecordDropped, SourceRecord, to_record, tokens_of, with_tokens, within
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.sources import Contents, read_rows, regression_contents, short_name
 from rlhf_core.data.synthetic import parse_prompt
@@ -103,8 +103,8 @@ def _records(
 
 def _encoded(field: str, item: SourceRecord, encoder: Encoder, limits: Limits) -> PromptExample:
     try:
-        [encoded] = encode_record(item, "prompts", encoder, limits)
-        example = within(encoded, limits).example
+        [tokens] = tokens_of(item.record, "prompts", encoder, limits)
+        example = with_tokens(item, "prompts", within(tokens, limits)).example
     except (RecordDropped, EncodeError) as error:
         raise DataError(
             f"{field}: {item.file}:{item.line}: {error}; correct the row, or raise the limit"

@@ -91,7 +91,7 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
 
     Raises DataError or ModelError with the source, the rule and a fix.
     """
-    from rlhf_core.data.card import card_warnings
+    from rlhf_core.data.card import Facts, card_warnings
     from rlhf_core.data.prepare import QUARANTINE, read_and_encode, size_warnings
 
     few = limited(config, rows)
@@ -99,7 +99,7 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
         # None, because a digest is that of a whole source, of which only the first rows are read.
         contents = {f"data.{name}[{index}]": None for name, index, _ in few.data.sources()}
         prepared = read_and_encode(few, Path(folder), lambda done, total: None, contents)
-        card = prepared.card(few, {})
+        card = prepared.card(few, {}, Facts.of(prepared.splits))
         bad_rows = _bad_rows(Path(folder) / QUARANTINE)
     # That warning names a file in the temporary folder, which is deleted. The bad rows are shown instead.
     warnings = [text for text in warnings if QUARANTINE not in text]
@@ -107,7 +107,7 @@ def data_table(config: PipelineConfig, rows: int = ROWS) -> DataTable:
     # Not `<=`: a source with exactly this many rows was cut, or was not. Nothing tells which.
     is_whole = all(count.most_of_a_source < rows for count in prepared.counts.values())
     if is_whole:
-        warnings += size_warnings(config, prepared.splits)
+        warnings += size_warnings(config, prepared.splits, card)
     formats = {}
     for name, count in prepared.counts.items():
         formats[name] = [kind for kind, _ in count.formats.most_common()]

@@ -30,7 +30,6 @@ from rlhf_core.data.card import card_warnings
 from rlhf_core.data.dataset import load_pair_prompts, load_pairs, load_prompts, load_sft, write
 from rlhf_core.data.examples import (
     SourceRecord,
-    join_groups,
     prompt_id,
     split_key,
     split_position,
@@ -38,6 +37,7 @@ from rlhf_core.data.examples import (
 )
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.prepare import prepare
+from rlhf_core.data.repeats import join_groups
 from rlhf_core.types import PairExample, PromptExample, SFTExample
 from tests.unit.data.data_samples import write_jsonl
 

@@ -7,7 +7,8 @@ Rules:
 - what changes the tokens changes the names of the parts;
 - no process outlives the one that encodes, and a stop waits for none; one that is killed is named, as is a
   part that cannot be kept;
-- few rows are encoded without parts and processes; parts that no run has read for long are deleted.
+- few rows are encoded without parts and processes; parts that no run has read for long are deleted;
+- many rows are in a file without a name, and few of them in memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -29,9 +31,10 @@ import pytest
 
 from rlhf_core.config.data import Limits, Source
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.data import parts, prepare
+from rlhf_core.data import parts, prepare, repeats
 from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, to_record, tokens_of
 from rlhf_core.data.files import Row
+from rlhf_core.data.repeats import stored
 from rlhf_core.data.templates import TOOLS_TEMPLATE, EncodeError, Encoder
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.system.machine import Machine
@@ -39,6 +42,7 @@ from tests.unit.data.data_samples import write_jsonl
 
 COUNT = 400
 BOUNDS = Limits(200, 200, 200, 0)
+CALL = {"id": "a", "function": {"name": "clock", "arguments": {"zone": "CET"}}}
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +88,7 @@ def encode(
     processes: int = 1,
 ) -> list[Any]:
     encoder = Encoder(tokenizer, "chat")
-    with parts.encoding({"preference": rows}, encoder, bounds, folder, processes) as encoded:
+    with parts.encoding({"preference": rows}, encoder, bounds, folder, processes) as (encoded, _):
         return list(map(shown, encoded("preference")))
 
 
@@ -189,7 +193,7 @@ def test_a_process_that_the_kernel_ends_is_named(byte_tokenizer: Any, tmp_path: 
     rows, encoder = records(0, COUNT), Encoder(byte_tokenizer, "chat")
     with (
         pytest.raises(InfrastructureError, match=r"data\.preference: a process that encodes rows was ended"),
-        parts.encoding({"preference": rows}, encoder, BOUNDS, tmp_path, 2) as encoded,
+        parts.encoding({"preference": rows}, encoder, BOUNDS, tmp_path, 2) as (encoded, _),
     ):
         for _ in encoded("preference"):
             for each in multiprocessing.active_children():
@@ -206,6 +210,20 @@ def test_a_part_that_cannot_be_kept_is_named(
         encode(byte_tokenizer, tmp_path, records(0, COUNT), processes=processes)
 
 
+def test_a_part_that_is_gone_is_made_again_or_named(byte_tokenizer: Any, tmp_path: Path) -> None:
+    rows, encoder, folder = records(0, COUNT), Encoder(byte_tokenizer, "chat"), tmp_path / "parts"
+    with parts.encoding({"preference": rows}, encoder, BOUNDS, folder, 1) as (encoded, again):
+        first = list(map(shown, encoded("preference")))
+    for file in folder.iterdir():
+        file.unlink()
+    kept = again("preference")
+    assert list(map(shown, kept)) == first and shown(kept[0]) == first[0]
+    shutil.rmtree(folder)
+    folder.write_text("")
+    with pytest.raises(InfrastructureError, match=r"data\.preference: .*Not a directory.*; free some space"):
+        list(again("preference"))
+
+
 def test_a_stop_waits_for_no_part(
     byte_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +235,7 @@ def test_a_stop_waits_for_no_part(
     encoder = Encoder(tokenizer, "chat")
     with (
         pytest.raises(KeyboardInterrupt),
-        parts.encoding({"preference": records(0, 80)}, encoder, BOUNDS, tmp_path, 2) as encoded,
+        parts.encoding({"preference": records(0, 80)}, encoder, BOUNDS, tmp_path, 2) as (encoded, _),
     ):
         for _ in encoded("preference"):
             time.sleep(1)  # the second part is begun, and never ends
@@ -303,6 +321,7 @@ def test_the_artifact_is_the_same_for_any_number_of_processes(
     made = []
     for few, count in ((10**6, 1), (0, 1), (0, 3)):
         monkeypatch.setattr(parts, "FEW_ROWS", few)
+        monkeypatch.setattr(repeats, "LISTED_ROWS", few)
         monkeypatch.setattr(Machine, "cores", lambda self, count=count: count)
         out = tmp_path / f"{few}-{count}"
         out.mkdir()
@@ -311,6 +330,36 @@ def test_the_artifact_is_the_same_for_any_number_of_processes(
             {str(each.relative_to(out)): each.read_bytes() for each in out.rglob("*") if each.is_file()}
         )
     assert made[0] == made[1] == made[2] and len(made[0]) > 8
+
+
+def test_many_rows_are_in_a_file_and_few_of_them_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": "Ist es spät? \u2028"},
+        {"role": "assistant", "content": "", "reasoning_content": "A clock.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "12:00", "tool_call_id": "a"},
+        {"role": "assistant", "content": "It is noon.", "weight": 1},
+    ]
+    odd: list[dict[str, Any]] = [
+        {"messages": talk, "tools": [{"name": "clock"}], "group": "\ud800", "a": {"b": [None, 1.5]}},
+        {"text": "plain"},
+        {"prompt": "Why?", "completion": "Because.", "margin": "1"},
+    ]
+    source = Source(path="rows.jsonl")
+    rows = records(0, COUNT)
+    for row in odd:
+        item = to_record(Row("rows.jsonl", 1, row), source, "sft", "rows", "keep")
+        assert isinstance(item, SourceRecord), item
+        rows.append(item)
+    assert stored(iter(rows), tmp_path) is not rows and stored(iter(rows), tmp_path) == rows
+    monkeypatch.setattr(repeats, "LISTED_ROWS", len(rows) - 1)
+    kept = stored(iter(rows), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert list(kept) == rows and kept[30:50] == rows[30:50] and kept[-1] == rows[-1]
+    assert [kept[i] for i in range(len(rows) - 1, -1, -37)] == rows[::-37]
+    assert kept[0] is not kept[0]
 
 
 def main(folder: Path) -> None:
@@ -323,9 +372,10 @@ def main(folder: Path) -> None:
     items = [item for item in found if isinstance(item, SourceRecord)]
     encoder = Encoder(train_tokenizer(["It is noon."], 300), "chat")
     parts.FEW_ROWS, parts._MEAN_ROWS = 0, 64
-    with parts.encoding(
-        {"preference": items}, encoder, Limits(9999, 9999, 9999, 0), folder / "parts", 2
-    ) as encoded:
+    with parts.encoding({"preference": items}, encoder, Limits(9999, 9999, 9999, 0), folder / "parts", 2) as (
+        encoded,
+        _,
+    ):
         for _ in encoded("preference"):
             pass
 

@@ -36,8 +36,8 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import NEW, PROMPT, RESPONSE, TEXT, GivenLimits, Limits, Source, fitted_limits
 from rlhf_core.config.keys import stage_key
 from rlhf_core.data import examples
+from rlhf_core.data.card import Facts, card_markdown, limits_of, sources_of_models
 from rlhf_core.data.card import _sources as card_sources
-from rlhf_core.data.card import card_markdown, limits_of, overlap, sources_of_models
 from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft
 from rlhf_core.data.examples import EncodedRecord, held_out, split_key, split_position
 from rlhf_core.data.lengths import Lengths
@@ -153,22 +153,25 @@ KEYS = st.lists(st.text("abcdef", min_size=1, max_size=3), min_size=3, max_size=
 def test_every_set_keeps_prompts_on_both_sides_or_gives_the_reason(
     seed: int, keys: dict[str, list[str]], fraction: float
 ) -> None:
+    positions: dict[Any, list[float]] = {}
+    for name, some in keys.items():
+        positions[name] = [split_position(seed, key) for key in some]
     try:
-        held = held_out(seed, keys, fraction)
+        held = held_out(positions, fraction)
     except DataError as error:
         assert "group" in error.message
         assert min(len(set(some)) for some in keys.values()) < 4
         return
-    for some in keys.values():
-        assert set(some) & held and set(some) - held
+    for each in positions.values():
+        assert set(each) & held and set(each) - held
 
 
 def test_the_share_held_out_is_the_one_asked_for() -> None:
-    keys = [f"prompt {i}" for i in range(5000)]
-    held = held_out(0, {"sft": keys}, 0.1)
-    assert 0.08 < len(held) / len(keys) < 0.12
-    assert held_out(0, {"sft": keys[:100], "prompts": keys}, 0.1) == held
-    assert held_out(1, {"sft": keys}, 0.1) != held
+    positions, others = ([split_position(seed, f"prompt {i}") for i in range(5000)] for seed in (0, 1))
+    held = held_out({"sft": positions}, 0.1)
+    assert 0.08 < len(held) / len(positions) < 0.12
+    assert held_out({"sft": positions[:100], "prompts": positions}, 0.1) == held
+    assert held_out({"sft": others}, 0.1) != held
 
 
 def test_every_row_is_accounted_for(tmp_path: Path) -> None:
@@ -444,7 +447,7 @@ def test_unusable_sets_are_refused(tmp_path: Path, rows: list[dict[str, Any]], m
 
 def test_a_single_prompt_cannot_be_split() -> None:
     with pytest.raises(DataError, match=r"data\.sft: only 1 group of prompts left"):
-        held_out(0, {"sft": ["a", "a", "a"]}, 0.1)
+        held_out({"sft": [0.2, 0.2, 0.2]}, 0.1)
 
 
 def test_an_empty_source_is_refused(tmp_path: Path) -> None:
@@ -572,7 +575,7 @@ def test_a_leak_between_the_splits_would_be_counted() -> None:
     # of the prompt, a continued prompt and a later turn; of prompts: a continued one. Marks alone have no
     # words to share. A part of a word is no beginning; of pairs and prompts, a part of a paragraph neither.
     near = {"sft": 5, "preference": 3, "prompts": 1}
-    assert overlap(splits) == {"exact": 1, "near": 9, "near_by_set": near}
+    assert Facts.of(splits).to_json()["overlap"] == {"exact": 1, "near": 9, "near_by_set": near}
 
 
 def test_a_training_row_of_a_held_out_group_is_counted() -> None:
@@ -580,7 +583,7 @@ def test_a_training_row_of_a_held_out_group_is_counted() -> None:
         EncodedRecord(SFTExample((1,), (1,)), text, text, "group") for text in ("Is it late?", "Why?")
     )
     splits: Any = {"sft": {"train": [train], "eval": []}, "prompts": {"train": [], "eval": [held]}}
-    assert overlap(splits)["exact"] == 1
+    assert Facts.of(splits).to_json()["overlap"]["exact"] == 1
 
 
 def test_rows_near_a_held_out_prompt_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.data import Limits, SetName, Source, Thoughts
-from rlhf_core.data.examples import encode_record, to_record
+from rlhf_core.data.examples import to_record, tokens_of, with_tokens
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import field_value
 from rlhf_core.data.templates import Encoder
@@ -335,8 +335,8 @@ def outcome(layout: Layout, tokenizer: Any) -> str:
     if layout.answer is not None:
         assert field_value(item.record.meta, "answer") == layout.answer
     bounds = Limits(prompt=500, response=500, text=500, new=500)
-    [encoded] = encode_record(item, layout.name, Encoder(tokenizer, "chat"), bounds)
-    example = encoded.example
+    [tokens] = tokens_of(item.record, layout.name, Encoder(tokenizer, "chat"), bounds)
+    example = with_tokens(item, layout.name, tokens).example
     if isinstance(example, SFTExample):
         return shown(tokenizer, example.input_ids, example.loss_mask)
     if isinstance(example, PromptExample):

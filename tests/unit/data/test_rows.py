@@ -7,6 +7,7 @@
   supported leave no wrong rows
 - rows stay readable after the file is deleted
 - only the columns that are asked for are read
+- rows are written in groups
 - a damaged or missing file is a DataError
 """
 
@@ -20,6 +21,7 @@ import resource
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,31 @@ SETS: dict[str, Any] = {
 }
 LOADERS: dict[str, Any] = {"sft": load_sft, "pairs": load_pairs, "prompts": load_prompts}
 OPENERS: dict[str, Any] = {"sft": open_sft, "pairs": open_pairs}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_rows_are_written_in_groups(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(dataset, "_BATCH_ROWS", 4)
+    write(tmp_path, name, "train", SETS[name])
+    assert LOADERS[name](tmp_path, "train") == SETS[name]
+    assert pq.ParquetFile(tmp_path / f"{name}_train.parquet").num_row_groups == 3
+
+
+def test_texts_that_arrow_splits_are_written_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column = dataset._column
+
+    def split(rows: Sequence[Any], field: Any) -> Any:  # as from 2 GiB on
+        return pa.chunked_array([column(rows[:2], field), column(rows[2:], field)])
+
+    files = []
+    for made in (column, split):
+        monkeypatch.setattr(dataset, "_column", made)
+        write(tmp_path, "prompts", "train", SETS["prompts"])
+        files.append((tmp_path / "prompts_train.parquet").read_bytes())
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize("name", OPENERS)

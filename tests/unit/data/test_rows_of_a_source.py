@@ -30,9 +30,10 @@ from rlhf_core.data.examples import (
     SetCounts,
     SourceRecord,
     check_rendered,
-    encode_record,
     read_records,
+    tokens_of,
     training_texts,
+    with_tokens,
     within,
 )
 from rlhf_core.data.formats import normalise
@@ -57,7 +58,7 @@ def configure(
 def records_of(config: PipelineConfig, folder: Path, name: SetName) -> tuple[list[SourceRecord], SetCounts]:
     counts = SetCounts()
     quarantine = Quarantine(folder / "quarantine.jsonl")
-    found = read_records(config, name, quarantine, counts, source_contents(config))
+    found = list(read_records(config, name, quarantine, counts, source_contents(config)))
     quarantine.close()
     return found, counts
 
@@ -156,8 +157,8 @@ def test_of_a_huge_last_answer_only_the_beginning_is_tokenized(
         talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
         item = SourceRecord(normalise(talk, demonstration=True), "rows", "rows.jsonl", 1, "q")
         bounds = Limits(prompt=50, response=50, text=50, new=50)
-        [encoded] = encode_record(item, "sft", encoder, bounds)
-        return within(encoded, bounds).example
+        [tokens] = tokens_of(item.record, "sft", encoder, bounds)
+        return with_tokens(item, "sft", within(tokens, bounds)).example
 
     assert example("fox " * 300_000) == example("fox " * 3000)
     assert len(example("fox " * 300_000).input_ids) == 50
