@@ -234,7 +234,7 @@ class DataConfig(Section):
     """Drop exact duplicates and count them"""
     max_bad_rows: Fraction = result(0.05)
     """A larger share of malformed rows stops the run; otherwise they are quarantined with line and reason"""
-    min_rows: NonNegativeInt = result(2, within=Range(0, 10**8, "rows are held in memory"))
+    min_rows: NonNegativeInt = result(2, within=Range(0, 10**8, "no set has more rows"))
     """Fewer usable rows in a set stop the run"""
 
     def sources(self) -> Iterator[tuple[SetName, int, Source]]:

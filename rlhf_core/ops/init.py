@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rlhf_core.config.address import parse_address
 from rlhf_core.config.data import SetName, Source
@@ -16,7 +16,7 @@ from rlhf_core.config.training import SFTConfig
 from rlhf_core.config.yaml import quoted
 from rlhf_core.data.examples import to_record
 from rlhf_core.data.files import BadRow, first_rows, list_files
-from rlhf_core.data.formats import Record
+from rlhf_core.data.formats import Record, field_value
 from rlhf_core.data.prepare import FEW_STEPS
 from rlhf_core.data.templates import TOOLS_TEMPLATE
 from rlhf_core.errors import ConfigError, DataError
@@ -140,17 +140,9 @@ def _seen(records: Mapping[SetName, Sequence[Record]]) -> _Seen:
         thoughts = thoughts or any(message.thoughts for message in messages)
         tools = tools or bool(record.tools) or any(message.calls for message in messages)
     for field in ANSWERS if prompts else ():
-        if all(_field(record.meta, field) is not None for record in prompts):
+        if all(field_value(record.meta, field) is not None for record in prompts):
             return _Seen(field, thoughts, tools)
     return _Seen(None, thoughts, tools)
-
-
-def _field(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a field, with dots for nested ones; None if the row has none."""
-    value: Any = row
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def _check(given: Given, answers: str | None) -> None:
