@@ -197,7 +197,9 @@ def without_secrets(tree: Any) -> Any:
             return next(shown_texts)
         if isinstance(value, dict):
             return {key: rebuilt(part) for key, part in value.items()}
-        return [rebuilt(part) for part in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [rebuilt(part) for part in value]
+        return value
 
     return rebuilt(tree)
 

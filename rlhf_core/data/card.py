@@ -47,7 +47,7 @@ def build_card(
         config: The whole configuration.
         digests: Digest of each source, by its field.
         counts: Numbers of rows of each data set.
-        facts: Those of all rows.
+        facts: Lengths, overlaps, groups and samples of all rows.
         tokenizer: The tokenizer of the run.
     """
     return {
@@ -264,7 +264,9 @@ def _words(key: str) -> str:
 
 
 def _groups(digests: Any) -> dict[str, float]:
-    """Return the numbers of distinct prompts and of their groups. `digests`, (rows, 2), are those of both.
+    """Return the numbers of distinct prompts and of their groups.
+
+    `digests` (rows, 2) has `bits64` of the prompt and of the group of each row.
 
     `effective` is the number of independent prompts that are worth as much if all outcomes within a group are
     equal: (sum of sizes)^2 / (sum of squared sizes), Kish's effective sample size of the group means.

@@ -556,9 +556,9 @@ def with_tokens(item: SourceRecord, name: SetName, tokens: Tokens) -> EncodedRec
 
 
 def within(tokens: Tokens, limits: Limits) -> Tokens:
-    """Return the tokens within the limits: those of a text or conversation are cut.
+    """Return the tokens of a text or conversation cut to `limits.text`, and others as they are.
 
-    Raises RecordDropped if the prompt or response is longer, or if nothing to learn is left.
+    Raises RecordDropped if the prompt or response is longer than its limit, or if nothing to learn is left.
     """
     if reason := why_dropped(tokens.measures, limits):
         raise RecordDropped(reason)

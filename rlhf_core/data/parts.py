@@ -75,8 +75,8 @@ def encoding(
     folder: Path | None,
     processes: int | None = None,
 ) -> Iterator[Encoding]:
-    """Yield a function that yields what is found for each record of a set, in their order, and one that
-    returns the same again.
+    """Yield two functions of the name of a set. The first encodes the records of the set, in their order. The
+    second returns the results again, as a sequence by the index of the record.
 
     Args:
         records: The records of all sets.

@@ -36,7 +36,7 @@ def stored(rows: Iterable[SourceRecord], folder: Path) -> Sequence[SourceRecord]
     few = list(islice(rest, LISTED_ROWS + 1))
     if len(few) <= LISTED_ROWS:
         return few
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # as long as the rows
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open while the rows are used
     ends = array("q", [0])
     for row in chain(few, rest):
         ends.append(ends[-1] + file.write(json.dumps(row).encode()))
@@ -73,14 +73,14 @@ def join_groups(
     the system message before it. The key is the smallest one that rows name, else the smallest first user
     message.
     """
-    pairs = _joined(records)
+    pairs = _joined_groups(records)
     if not len(pairs):
         return dict(records)
     keys = _joined_keys(pairs, records)
     return {name: _with_keys(items, keys) for name, items in records.items()}
 
 
-def _joined(records: Mapping[SetName, Sequence[SourceRecord]]) -> Any:
+def _joined_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> Any:
     """Return pairs of groups that are joined, as their digests (pairs, 2)."""
     import numpy as np
 

@@ -76,7 +76,7 @@ class _Seen:
     """What the first rows of the local files have."""
 
     answers: str | None
-    """The field of the right answer that all prompts have."""
+    """The field that all prompts have for their right answer; None if there is none."""
     thoughts: bool
     tools: bool
 
@@ -139,8 +139,8 @@ def _seen(records: Mapping[SetName, Sequence[Record]]) -> _Seen:
         messages = [*record.messages, *record.prompt, *answers]
         thoughts = thoughts or any(message.thoughts for message in messages)
         tools = tools or bool(record.tools) or any(message.calls for message in messages)
-    for field in ANSWERS if prompts else ():
-        if all(field_value(record.meta, field) is not None for record in prompts):
+    for field in ANSWERS:
+        if prompts and all(field_value(record.meta, field) is not None for record in prompts):
             return _Seen(field, thoughts, tools)
     return _Seen(None, thoughts, tools)
 
@@ -243,10 +243,9 @@ def _reward(given: Given, rates: Rates | None) -> Iterator[str]:
 
 def _rows(path: str | None) -> int:
     """Return the number of rows of local files; 0 of others."""
-    address = parse_address(path) if path is not None else None
-    if address is None or address.kind != "local":
+    if path is None or parse_address(path).kind != "local":
         return 0
-    return sum(map(rows_of_file, list_files(address, "train")))
+    return sum(map(rows_of_file, list_files(parse_address(path), "train")))
 
 
 def rates_of(model: str) -> Rates | None:

@@ -99,12 +99,7 @@ COLUMNS = (
 
 REWARD_COLUMNS = (
     Column(f"{REWARD}<source>", pa.float64(), "rewards", "raw value of a reward source; NaN if it failed"),
-    Column(
-        f"{WEIGHTED}<source>",
-        pa.float32(),
-        "rewards",
-        "its part of `total`: after clipping and normalisation, times its weight",
-    ),
+    Column(f"{WEIGHTED}<source>", pa.float32(), "rewards", "part of `total`: clipped, normalised, weighted"),
 )
 """One of each for every source of `ppo.rewards`."""
 
@@ -137,5 +132,5 @@ def schema_of(level: RecordLevel, sources: Iterable[str]) -> pa.Schema:
     """Return the columns of a level, with those of these reward sources."""
     fields = [pa.field(column.name, column.type) for column in COLUMNS if includes(level, column.level)]
     for source in sources:
-        fields += [pa.field(f"{REWARD}{source}", pa.float64()), pa.field(f"{WEIGHTED}{source}", pa.float32())]
+        fields += [pa.field(each.name.replace("<source>", source), each.type) for each in REWARD_COLUMNS]
     return pa.schema(fields)

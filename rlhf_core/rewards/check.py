@@ -147,7 +147,7 @@ def _function(source: UserFunction, field: str) -> Iterator[Finding]:
     try:
         code = file.read_bytes()  # it can declare another encoding than UTF-8
         # Read and not imported: the import runs code, which belongs into the process of the function.
-        symbols = symtable.symtable(code, str(file), "exec").get_symbols()  # type: ignore[arg-type]  # as `compile`
+        symbols = symtable.symtable(code, str(file), "exec").get_symbols()  # type: ignore[arg-type]  # takes bytes
     except (SyntaxError, ValueError) as error:
         position = str(file)
         if line := getattr(error, "lineno", None):

@@ -61,7 +61,9 @@ class Machine:
         `files` has the names of version 2 and of version 1, where `controller` has a folder of its own.
         """
         groups = self._root / "proc/self/cgroup"
-        for line in groups.read_text().splitlines() if groups.exists() else ():
+        if not groups.exists():
+            return
+        for line in groups.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
