@@ -1,7 +1,10 @@
-"""Linear layers in float32 on CPUs through oneDNN, which torch itself uses there for bfloat16 only.
+"""Linear layers on CPUs through oneDNN, which torch itself uses there for bfloat16 only.
 
 For float32 torch calls MKL, which leaves AVX-512 unused on CPUs that are not Intel's: half the speed or less
 (`docs/decisions/0005`). Names, weights and results to rounding stay those of `nn.Linear`.
+
+For bfloat16 on a CPU without AVX-512, torch has only loops that take 5 to 14 times as long as float32. There,
+the products are computed in float32 and rounded.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ from torch.nn import functional
 
 from rlhf_core.errors import ModelError
 
-_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()
+_BY_ONEDNN: set[torch.dtype] = set()
+"""Types whose products on a CPU are ours."""
+if torch.backends.mkldnn.is_available():
+    _BY_ONEDNN.add(torch.float32)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _BY_ONEDNN.add(torch.bfloat16)
 
 
 class OneDNNLinear(nn.Linear):
-    """`nn.Linear` by oneDNN. Inputs that are not float32 on a CPU are computed by torch."""
+    """`nn.Linear` by oneDNN. Inputs of other types than those of `_BY_ONEDNN` are computed by torch."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
@@ -68,8 +76,8 @@ class _Float32Logits(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad
         rounded = dy.to(x.dtype)
         return (
-            rounded @ weight if need_x else None,
-            rounded.t() @ x if need_weight else None,
+            _matmul(rounded, weight.t()) if need_x else None,
+            _weight_gradient(x, rounded) if need_weight else None,
             dy.sum(0).to(x.dtype) if need_bias else None,
         )
 
@@ -88,8 +96,8 @@ def use_float32_head(model: Any) -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W' + b, for float32 on a CPU by oneDNN if torch was built with it."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32 or not _HAS_ONEDNN:
+    """Return x W' + b, on a CPU by oneDNN if torch was built with it."""
+    if not _is_ours(x) or weight.dtype != x.dtype:
         return functional.linear(x, weight, bias)
     # torch declares Function.apply without types
     output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -128,10 +136,18 @@ def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W' + b over the last axis of `x`."""
     # oneDNN raises an error for products over 0 elements, such as the gradient of a weight from 0 rows.
-    if x.numel() == 0:
+    if x.numel() == 0 or not _is_ours(x):
         return functional.linear(x, weight, bias)
+    if x.dtype != torch.float32:
+        # Here and not before: only the 16-bit tensors are kept for the backward pass.
+        exact = _matmul(x.float(), weight.float(), None if bias is None else bias.float())
+        return exact.to(x.dtype)
     output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return output
+
+
+def _is_ours(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in _BY_ONEDNN
 
 
 def use_onednn(model: Any) -> Any:

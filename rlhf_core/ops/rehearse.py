@@ -205,6 +205,8 @@ def _run(found: Rehearsal, config: PipelineConfig, place: Path, command: list[st
     log = place / "run.log"
     # With these variables, the run would write to the user's home and be shown in their server of Prefect.
     own = {name: value for name, value in os.environ.items() if name not in (HOME_OF_RUNS, "PREFECT_API_URL")}
+    # An engine with a large vocabulary compiles an operation, which takes longer than its responses.
+    own["TORCHDYNAMO_DISABLE"] = "1"
     with (
         log.open("ab") as output,
         subprocess.Popen(

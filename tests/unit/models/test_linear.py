@@ -1,7 +1,8 @@
 """oneDNN linear layers.
 
 Rules: values and gradients are those of nn.Linear; only plain linear layers are turned, in place, with
-their weights; other dtypes take torch's own way; an empty batch and repeated calls work.
+their weights; bfloat16 is computed in float32 and rounded on CPUs that have no products for it; other dtypes
+take torch's own way; an empty batch and repeated calls work.
 """
 
 from __future__ import annotations
@@ -53,7 +54,25 @@ def test_only_plain_linear_layers_are_turned_and_names_stay() -> None:
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_16_bit_products_are_rounded_float32_where_the_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.models.linear._BY_ONEDNN", {torch.float32, torch.bfloat16})
+    torch.manual_seed(0)
+    layer = use_onednn(nn.Linear(300, 40)).bfloat16()
+    exact = copy.deepcopy(layer).float()
+    x = torch.randn(3, 50, 300).bfloat16()
+    results = []
+    for each, given in ((layer, x.clone()), (exact, x.float())):
+        output = each(given.requires_grad_())
+        (output.float() * torch.linspace(-1, 1, 40).bfloat16()).sum().backward()
+        results.append([output.detach(), given.grad, each.weight.grad])
+    for got, expected in zip(*results, strict=True):
+        assert got is not None and expected is not None
+        assert got.dtype == torch.bfloat16
+        # Not equal bits: oneDNN and torch may add up in another order, which can change what is rounded.
+        torch.testing.assert_close(got.float(), expected, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes_take_torchs_own_way(dtype: torch.dtype) -> None:
     layer = use_onednn(nn.Linear(6, 3)).to(dtype)
     x = torch.randn(5, 6, dtype=dtype)
