@@ -184,6 +184,7 @@ def _join_cluster(variables: Mapping[str, str]) -> None:
 def _start_on_this_host(processes: int, device: str) -> None:
     """Start Ray on 127.0.0.1, unless this process has started it before and it is still alive."""
     import ray
+    from ray._private.node import Node
 
     if ray.is_initialized():
         if _is_alive():
@@ -192,6 +193,10 @@ def _start_on_this_host(processes: int, device: str) -> None:
         ray.shutdown()
     # Ray's default is a token in a file that every user of this host can read.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # The monitor of the autoscaler, and the server of the dashboard, for which `ray.init` waits: half of the
+    # CPU time of Ray's own processes. No argument of `ray.init` leaves them out.
+    Node.start_monitor = _nothing
+    Node.start_api_server = _nothing
     ray.init(
         address="local",  # without it, Ray joins a cluster that `ray start` has started on this host
         # Ray counts CPUs and binds no process to them: more actors than cores share the cores.
@@ -204,6 +209,10 @@ def _start_on_this_host(processes: int, device: str) -> None:
         _node_ip_address="127.0.0.1",
         job_config=_job_config(),
     )
+
+
+def _nothing(*_arguments: Any, **_options: Any) -> None:
+    pass
 
 
 def _job_config() -> Any:

@@ -1,6 +1,7 @@
 """What a process that waits for the inputs of `ppo` starts, with the real Ray:
 
 - the fleet uses the Ray that was started, and its actors the processes that Ray has started
+- of Ray's daemons, only those that are used are started
 - it starts Ray again if that has died, or could not be started
 - nothing is left of it if nobody takes the process
 """
@@ -81,6 +82,9 @@ def test_actors_get_processes_that_ray_has_started_ahead(stage: None) -> None:
     found = start_ranks(count)
     assert list(found.values()) == ["1"] * count
     assert len(idle & found.keys()) == min(count, len(idle))
+    programs = " ".join(" ".join(each.cmdline()) for each in processes_of_ray("python"))
+    assert "log_monitor.py" in programs
+    assert "autoscaler" not in programs and "dashboard.py" not in programs
 
 
 def test_ray_that_has_died_in_the_meantime_is_started_again(
