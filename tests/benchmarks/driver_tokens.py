@@ -295,7 +295,7 @@ class RankOfRay(Actor):
 
     @rpc("start")
     def prepare(self, rows: int, length: int) -> None:
-        self._row = np.zeros(rows * length, np.float32)
+        self._rows = [np.zeros(rows * length, np.float32) for _ in range(2)]
         self._offsets = offsets_of([length] * rows)
 
     @rpc()
@@ -317,8 +317,8 @@ class RankOfRay(Actor):
         return None, self._new(names)
 
     def _new(self, names: Sequence[str]) -> RowColumns:
-        # Arrays of their own: one object is pickled once.
-        return RowColumns(self._offsets, {name: self._row[:] for name in names})
+        # Arrays of their own: one array under two names would be sent once.
+        return RowColumns(self._offsets, dict(zip(names, self._rows, strict=False)))
 
     @rpc()
     def forget(self) -> None:
