@@ -92,7 +92,7 @@ LENGTHS = (8192, 32_768)
 TOKENS = 2**21
 """Tokens of a case."""
 PROMPT, CHUNK, VOCABULARY, METRICS = 128, 8, 131_072, 120
-ROWS_OF_RANK, CHUNKS_OF_RANK, SAMPLES = 256, 8, 8
+ROWS_OF_RANK, CHUNKS_OF_RANK, SAMPLES = 256, 8, 4
 """A rank of 64 in a step of 16,384 responses."""
 SHARES = ((8192, 1), (8192, 8), (32_768, 1))
 """What `ray` measures: tokens of a response, and into how many parts the chunks of a step are divided."""

@@ -108,7 +108,7 @@ def costs_of_ray() -> None:
         patch.setattr(driver_scale, "WAIT_SECONDS", 2.0)
         per_call, per_reference = driver_scale.ray_costs()
         waiting = driver_scale.waiting_cost(ranks=2, processes=16)
-        for name, value in (("ROUNDS", 1), ("IDLE_SECONDS", 0.5), ("ROWS_OF_RANK", 16)):
+        for name, value in (("ROUNDS", 1), ("IDLE_SECONDS", 0.5), ("ROWS_OF_RANK", 32)):
             patch.setattr(driver_tokens, name, value)
         found = driver_tokens.measure_ray(1, 512)
     assert 0 < per_call < 0.05 and abs(per_reference) < 0.001
