@@ -2,6 +2,7 @@
 
 - each ends with its table, and with the file that it names, which has a number for each part
 - the costs of Ray's calls and of a wait, for `driver_scale`, can be measured
+- so can those of the objects of a step, for `driver_tokens`
 
 All of them use one fleet, because its start takes most of the time.
 """
@@ -18,7 +19,7 @@ import pytest
 from ray import cloudpickle
 
 from rlhf_core.ppo.fleet.fleet import Fleet
-from tests.benchmarks import driver_scale, ppo_iteration, rollout
+from tests.benchmarks import driver_scale, driver_tokens, ppo_iteration, rollout
 from tests.support.tiny_llama import save_tiny_benchmark_model
 
 PROMPTS, PROMPT, RESPONSE = 8, 6, 4
@@ -46,7 +47,7 @@ def shared_fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fleet]]:
         monkeypatch.setattr(ppo_iteration, "iteration_tree", smaller)
         for name, value in (("PROMPTS", PROMPTS), ("PROMPT", PROMPT), ("RESPONSE", RESPONSE)):
             monkeypatch.setattr(ppo_iteration, name, value)
-        for program in (rollout, driver_scale):
+        for program in (rollout, driver_scale, driver_tokens):
             # Actors have no working folder on their path, so that they cannot import these modules.
             cloudpickle.register_pickle_by_value(program)
             stack.callback(cloudpickle.unregister_pickle_by_value, program)
@@ -107,5 +108,12 @@ def costs_of_ray() -> None:
         patch.setattr(driver_scale, "WAIT_SECONDS", 2.0)
         per_call, per_reference = driver_scale.ray_costs()
         waiting = driver_scale.waiting_cost(ranks=2, processes=16)
+        for name, value in (("ROUNDS", 1), ("IDLE_SECONDS", 0.5), ("ROWS_OF_RANK", 32)):
+            patch.setattr(driver_tokens, name, value)
+        found = driver_tokens.measure_ray(1, 512)
     assert 0 < per_call < 0.05 and abs(per_reference) < 0.001
     assert 0 < waiting < 2
+    assert list(found) == ["put", "ranks", "experience", "scores", "texts", "driver", "freed"]
+    assert all(set(part) == {"driver", "actors", "daemons"} for part in found.values())
+    # One short round: what idle processes need, which is subtracted, can be more.
+    assert all(abs(seconds) < 5 for part in found.values() for seconds in part.values())

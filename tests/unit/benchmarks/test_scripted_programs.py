@@ -196,15 +196,23 @@ def test_a_part_of_the_driver_is_measured(part: str, capsys: pytest.CaptureFixtu
 def test_the_parts_of_the_driver_are_those_of_a_whole_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    case = json.dumps({"cpu": 0.5, "peak": 1e6, "peak_of_child": 2e6})
-    monkeypatch.setattr(
-        driver_tokens, "subprocess", SimpleNamespace(run=lambda *_a, **_o: SimpleNamespace(stdout=case))
-    )
+    def run(command: Sequence[str], **_options: Any) -> SimpleNamespace:
+        part, number, length = command[command.index("--case") + 1 :]
+        found: dict[str, Any] = {"cpu": 0.5, "peak": 1e6, "peak_of_child": 2e6}
+        if part == "ray":
+            # 56 more chunks for 56 us each; 256 x 24,576 tokens more for 1 ns each.
+            daemons = (int(number) - 1) * 8 * 56e-6 + (int(length) - 8192) * 256e-9
+            found = {"put": {"driver": 0.01, "actors": 0.02, "daemons": daemons}}
+        return SimpleNamespace(stdout=json.dumps(found))
+
+    monkeypatch.setattr(driver_tokens, "subprocess", SimpleNamespace(run=run))
     driver_tokens.main(["--responses", "16384", "--tokens", "2097152"])
     rows = {(row[0], row[1]): row[2:] for row in cells(capsys.readouterr().out)}
     assert rows["text rewards", "32768"][:3] == ["1/256", "128.00", "0.238"]
     assert rows["function", "8192"] == ["1/64", "32.00", "0.238", "0.06", "0.1"]
     assert rows["samples", "8192"][:3] == ["1/1", "0.50", ""]
+    assert rows["put", "8192"] == ["0.64", "1.28", "0.00", "1.92", "1.00", "56"]
+    assert rows["put", "32768"][:4] == ["0.64", "1.28", "0.40", "2.32"]
 
 
 def test_a_planted_fault_is_named_and_a_sound_configuration_passes(
