@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 import yaml
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, assume, event, given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
@@ -22,6 +22,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import Schema, all_fields, fields, is_section, locate
 from rlhf_core.errors import ConfigError
 from tests.support.parsed_config import parse_config
+from tests.support.sampled import examples
 
 NOT_FOR_USERS = ("Traceback", "pydantic", "input_value", "<class", "object at 0x", "NoneType")
 
@@ -40,13 +41,7 @@ ppo:
 reward: {enabled: false}
 """
 
-QUIET = settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+QUIET = examples(80, 4, suppress_health_check=[HealthCheck.too_slow])
 
 NASTY = st.sampled_from(
     ["\t", "\0", ": ", "- ", "[", "]", "{", "}", "&a ", "*a", "!!int ", "'", '"', "#", "|", ">", "~", "\n",
