@@ -67,8 +67,9 @@ test-integration: setup $(CLUSTER) $(BENCHMARK)
 test-unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" tests/unit
 
+# With all cases of the sweeps that the other commands sample.
 test-slow: setup
-	$(BIN)/pytest -m slow
+	RLHF_TEST_SEED=all $(BIN)/pytest -m "slow or sampled"
 
 lint: setup
 	$(BIN)/ruff check .

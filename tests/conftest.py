@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.sampled import SEED, seed, share
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class S3Server:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LINES] = []
     config.stash[_COUNTS] = Counter()
+    seed()
     # A shell starts background commands with SIGINT ignored, and so would be every process that a test
     # interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,6 +50,19 @@ def pytest_collection() -> Generator[None]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "sampled" in getattr(item, "fixturenames", ()):
+            item.add_marker("sampled")
+
+
+@pytest.fixture
+def sampled() -> Callable[[Sequence[Any], int], list[Any]]:
+    """Return `tests.support.sampled.share`, and give the test the mark `sampled`."""
+    return share
 
 
 _LINES = pytest.StashKey[list[str]]()
@@ -82,10 +98,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     counts = [f"{name}: {count}" for name, count in config.stash[_COUNTS].items()]
-    if lines := [*config.stash[_LINES], *counts]:
-        terminalreporter.section("counted")
-        for line in lines:
-            terminalreporter.write_line(line)
+    terminalreporter.section("counted")
+    for line in [*config.stash[_LINES], *counts, f"sweeps are sampled by {SEED}={seed()}"]:
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def measure(root: Path) -> Measures:
     file_lines = [len(module.lines) for module in modules]
     functions = [function for module in modules for function in module.functions()]
     function_lines = [_length(function) for function in functions]
-    nodes = [node for module in modules for node in ast.walk(module.tree)]
+    nodes = [node for module in modules for node in module.nodes]
     comprehensions = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     at_import = cycles(tree.import_graph(only_at_import=True))
     everywhere = cycles(tree.import_graph(only_at_import=False))
@@ -158,7 +158,7 @@ def code_lines(module: Module) -> int:
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type not in _NO_CODE:
             found.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(found)
@@ -218,10 +218,10 @@ def files_naming(tree: SourceTree, stage: str) -> int:
     for name, module in tree.modules.items():
         if stage in _other_words(name):
             continue
-        ignored = {id(node) for each in ast.walk(module.tree) for node in _no_stage_names(each)}
+        ignored = {id(node) for each in module.nodes for node in _no_stage_names(each)}
         count += any(
             isinstance(node, ast.Constant) and node.value == stage and id(node) not in ignored
-            for node in ast.walk(module.tree)
+            for node in module.nodes
         )
     return count
 
@@ -290,7 +290,7 @@ class _Definitions:
         self.imported = {entry.target for entry in tree.imports(module)}
         self.names: dict[str, tuple[str, str]] = {}
         """Local name -> (module, name in it). The second is empty if the name is a module."""
-        for each in ast.walk(module.tree):
+        for each in module.nodes:
             if isinstance(each, ast.ImportFrom):
                 base = module.absolute(each)
                 for alias in each.names:

@@ -4,8 +4,6 @@
   promise
 - the secrets in its environment are found nowhere afterwards
 - typed again, every stage is reused and nothing changes
-- with DPO and without PPO, the earlier stages are reused, and evaluation and registry have the policy of DPO
-- samples of the policy are the data of a second round, by their references
 - the PPO trajectory (reward, KL, losses, gradient norms per step) is the pinned one
 """
 
@@ -26,7 +24,6 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.load import load_config
-from rlhf_core.data.dataset import load_prompts
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
@@ -65,10 +62,10 @@ CANARIES = {
 """Secrets in the environment of every run here; S3 asks for the first two."""
 
 
-def _run(
+def run_tiny(
     home: Path, *overrides: str, folder: Path | None = None, **env: str
 ) -> tuple[dict[str, Any], str, float]:
-    """`rlhf run` on the tiny configuration; (summary, output, seconds)."""
+    """Run `rlhf run` on the tiny configuration. Return its summary, its output and its seconds."""
     command = [
         sys.executable,
         "-P",
@@ -99,8 +96,10 @@ def _run(
 class Golden:
     """One uninterrupted run on S3."""
 
-    def __init__(self, home: Path, url: str, temporary: Path) -> None:
-        """`temporary`: for temporary files; Ray's sockets allow for a short path only."""
+    def __init__(self, home: Path, url: str, temporary: Path, *arguments: str) -> None:
+        """`temporary`: for temporary files; Ray's sockets allow for a short path only. `arguments`: of `rlhf
+        run`.
+        """
         self.home = home
         self.url = url
         self.temporary = temporary
@@ -111,8 +110,8 @@ class Golden:
             (self.folder / f"{name}.py").write_text(
                 "raise SystemExit('a file of the working folder was run')\n"
             )
-        self.summary, self.output, self.seconds = _run(
-            home, f"store.url={url}", folder=self.folder, TMPDIR=str(temporary)
+        self.summary, self.output, self.seconds = run_tiny(
+            home, f"store.url={url}", *arguments, folder=self.folder, TMPDIR=str(temporary)
         )
 
     def fetch(self, stage: StageName, summary: dict[str, Any] | None = None) -> Path:
@@ -262,7 +261,7 @@ def test_typed_again_every_stage_is_reused_and_nothing_changes(golden: Golden) -
     client = MlflowClient(f"sqlite:///{golden.home}/mlflow.db")
     before = client.get_run(golden.summary["mlflow_run_id"])
     used = _processor_seconds()
-    summary, _, seconds = _run(golden.home, f"store.url={golden.url}")
+    summary, _, seconds = run_tiny(golden.home, f"store.url={golden.url}")
     used = _processor_seconds() - used
     after = client.get_run(golden.summary["mlflow_run_id"])
     description = before.data.tags["mlflow.note.content"]
@@ -280,52 +279,3 @@ def _processor_seconds() -> float:
     """Return the seconds of all processes that were started here and have ended, with their own ones."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def test_samples_of_the_policy_are_the_data_of_a_second_round(golden: Golden) -> None:
-    """The first round with DPO and without PPO, and the data of the second one. The store is a bucket."""
-    from mlflow import MlflowClient
-
-    settings = (
-        f"store.url={golden.url}",
-        "sample={policy: dpo, answers: 3, prompts: 40}",
-        "ppo.enabled=false",
-        "dpo.enabled=true",
-        "register.policy=dpo",
-    )
-    first, _, _ = _run(golden.home, *settings)
-    made = [name for name, stage in first["stages"].items() if not stage["reused"]]
-    assert made == ["dpo", "sample", "evaluate", "register"] and "ppo" not in first["stages"]
-    evaluation = first["evaluate"]
-    assert {"sft", "dpo", "difference"} == set(evaluation["gold_reward"])
-    assert 0 <= evaluation["policies"]["dpo"]["win_rate"]["mean"] <= 1
-    assert "ppo" not in json.dumps(evaluation)
-    page = (golden.fetch("evaluate", first) / "report.html").read_text()
-    assert "Gold reward, DPO" in page and "Gold reward, PPO" not in page
-    assert first["registration"]["policy"] == "dpo" and len(first["weights_sha256"]) == 64
-    samples, counts = golden.fetch("sample", first), first["sample"]
-    best, pairs = (
-        [json.loads(line) for line in (samples / name).read_text().splitlines()]
-        for name in ("best.jsonl", "pairs.jsonl")
-    )
-    assert counts == {"policy": "dpo", "rl_algorithm": "PPO", "best": len(best), "pairs": len(pairs)}
-    assert 0 < len(pairs) <= len(best) <= 40
-    training = {prompt.prompt for prompt in load_prompts(golden.fetch("data"), "train")}
-    assert {row["prompt"] for row in best} <= training
-    metrics = first["stages"]["sample"]["metrics"]
-    assert metrics["gold_mean"] < metrics["gold_best"] or metrics["score_mean"] < metrics["score_best"]
-
-    artifact = f"artifact://sample/{first['stages']['sample']['key']}"
-    added = (f"data.sft.1.path={artifact}/best.jsonl", f"data.preference.1.path={artifact}/pairs.jsonl")
-    second, _, _ = _run(golden.home, *settings, *added, "--until", "data")
-    assert second["pipeline_key"] != first["pipeline_key"]
-    rows = {
-        name: second["stages"]["data"]["metrics"][name] - first["stages"]["data"]["metrics"][name]
-        for name in ("data/sft_read", "data/pairs_read", "data/sft_eval", "data/pairs_eval")
-    }
-    assert rows == {
-        "data/sft_read": len(best), "data/pairs_read": len(pairs), "data/sft_eval": 0, "data/pairs_eval": 0
-    }  # fmt: skip
-    client = MlflowClient(f"sqlite:///{golden.home}/mlflow.db")
-    tags = client.get_run(second["mlflow_run_id"]).data.tags
-    assert tags["rlhf.reference.data.sft.1.path"].startswith(f"{artifact}/best.jsonl = artifact sample/")

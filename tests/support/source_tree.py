@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGES = ("rlhf_core", "flows", "rlhf_cli")
@@ -42,13 +42,17 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, str(self.path))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def package(self) -> str:
         """`rlhf_core.ppo` for `rlhf_core.ppo.fleet.fleet`, and for that package itself."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
 
@@ -123,6 +127,12 @@ class SourceTree:
                     targets.add(entry.target)
             graph[module.name] = targets
         return graph
+
+
+@cache
+def product() -> SourceTree:
+    """Return the sources of this repository, which the tests of a process read once."""
+    return SourceTree(Path(__file__).resolve().parents[2])
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:

@@ -25,7 +25,7 @@ import pytest
 
 from rlhf_core.config.load import load_config
 from tests.structure import code_lines
-from tests.support.source_tree import SourceTree, cycles
+from tests.support.source_tree import Module, cycles, product
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,15 +82,21 @@ def module_name(file: Path) -> str:
 
 
 @cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+def nodes_of(file: Path) -> list[ast.AST]:
+    name = module_name(file)
+    return product().modules.get(name, Module(name, file)).nodes
 
 
-def imports(file: Path) -> Iterator[tuple[str, int]]:
+@cache
+def imports(file: Path) -> list[tuple[str, int]]:
     """(full module name, line) of every import of a file, those inside functions included."""
+    return list(_imports(file))
+
+
+def _imports(file: Path) -> Iterator[tuple[str, int]]:
     here = module_name(file).split(".")
     package = here if file.name == "__init__.py" else here[:-1]
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -161,7 +167,7 @@ def test_no_room_of_ppo_imports_from_one_above_it() -> None:
         return ROOMS.index(room) if room in ROOMS else len(ROOMS)
 
     wrong = []
-    tree = SourceTree(ROOT)
+    tree = product()
     for name, module in tree.modules.items():
         if name.startswith("rlhf_core.ppo."):
             for entry in tree.imports(module):
@@ -172,7 +178,7 @@ def test_no_room_of_ppo_imports_from_one_above_it() -> None:
 
 def test_modules_have_no_import_cycles() -> None:
     """Imports inside functions and `if TYPE_CHECKING` count too: they hide a cycle, they do not remove it."""
-    assert cycles(SourceTree(ROOT).import_graph(only_at_import=False)) == []
+    assert cycles(product().import_graph(only_at_import=False)) == []
 
 
 @pytest.mark.parametrize("library", HOMES)
@@ -246,7 +252,7 @@ def test_no_package_has_more_code_than_its_budget() -> None:
     """`.ci/budget.toml` says how a budget is raised."""
     budget = tomllib.loads((ROOT / ".ci/budget.toml").read_text(encoding="utf-8"))
     lines: Counter[str] = Counter()
-    for module in SourceTree(ROOT).modules.values():
+    for module in product().modules.values():
         lines[".".join(module.package.split(".")[:2])] += code_lines(module)
     assert {name: count for name, count in lines.items() if count > budget.get(name, 0)} == {}
 
@@ -254,7 +260,7 @@ def test_no_package_has_more_code_than_its_budget() -> None:
 def test_no_function_is_too_long() -> None:
     long = []
     for file in sources_and_tests():
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > MAX_FUNCTION_LINES:
@@ -269,7 +275,7 @@ def test_nothing_unpickles_by_itself() -> None:
     wrong = [
         place(file, node.lineno)
         for file in sources()
-        for node in ast.walk(tree_of(file))
+        for node in nodes_of(file)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("load", "loads", "Unpickler", "read_pickle")
@@ -284,7 +290,7 @@ def test_the_library_never_prints() -> None:
         place(file, node.lineno)
         for file in sources()
         if module_name(file).startswith("rlhf_core")
-        for node in ast.walk(tree_of(file))
+        for node in nodes_of(file)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert wrong == []

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.structure import (
-    ROOT,
     code_lines,
     comment_lines,
     count_leaves,
@@ -25,7 +24,7 @@ from tests.structure import (
     lacks_args,
     main,
 )
-from tests.support.source_tree import SourceTree, cycles
+from tests.support.source_tree import SourceTree, cycles, product
 
 FILES = {
     "rlhf_core/__init__.py": "",
@@ -119,10 +118,9 @@ def test_public_functions_with_many_parameters_have_args() -> None:
         "rlhf_core.models.attention.forward",
         "rlhf_core.testing.fleet.load",
     }
-    source = SourceTree(ROOT)
     found = {
         f"{module.name}.{function.name}"
-        for module in source.modules.values()
+        for module in product().modules.values()
         for function in module.functions()
         if lacks_args(function)
     }

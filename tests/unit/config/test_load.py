@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
@@ -24,6 +24,7 @@ from rlhf_core.config.yaml import dump, parse, scalar
 from rlhf_core.errors import ConfigError
 from tests.support.demo_data import config_with_demo_data
 from tests.support.parsed_config import parse_config
+from tests.support.sampled import examples
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def trees(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@examples(60, 3)
 @given(tree=trees())
 def test_dumping_and_loading_gives_the_same_configuration(tree: dict[str, Any]) -> None:
     config = config_from_tree(tree)
@@ -246,7 +247,7 @@ def test_output_of_yaml_safe_dump_is_read_unchanged() -> None:
     assert parse_config(yaml.safe_dump(tree).encode()) == PipelineConfig()
 
 
-@settings(deadline=None, derandomize=True, database=None)
+@examples(100, 2)
 @given(st.text(alphabet="0123456789eE+-._:xob~# nulyestrfaIN", max_size=8))
 @example("1e3")
 @example("12e45678")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from rlhf_core.config import PipelineConfig
@@ -34,14 +34,9 @@ from rlhf_core.data.sources import read_rows, source_contents
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.errors import DataError, ModelError
 from tests.support.demo_data import GENERATED
+from tests.support.sampled import examples
 
-QUIET = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 ROWS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}", "id": i} for i in range(8)]
 
@@ -94,7 +89,7 @@ def test_a_good_file_passes_the_look_and_is_read(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", GOOD)
-@QUIET
+@examples(60, 3, suppress_health_check=QUIET)
 @given(data=st.data())
 def test_any_bytes_and_any_edit_of_a_good_file_end_in_rows_or_one_error(
     tmp_path: Path, name: str, data: st.DataObject
@@ -137,7 +132,7 @@ ANY_ROW = st.dictionaries(
 )
 
 
-@settings(QUIET, max_examples=300)
+@examples(300, 3, suppress_health_check=QUIET)
 @given(ANY_ROW, st.sampled_from(["auto", "text", "messages", "completion", "preference", "prompt"]))
 def test_any_object_is_a_record_or_has_a_reason(row: dict[str, Any], wanted: Any) -> None:
     try:
@@ -151,7 +146,7 @@ def test_any_object_is_a_record_or_has_a_reason(row: dict[str, Any], wanted: Any
     assert all(text.strip() and text.encode() for text in texts if record.kind != "prompt" or text)
 
 
-@QUIET
+@examples(60, 3, suppress_health_check=QUIET)
 @given(st.lists(ANY_ROW.map(lambda row: json.dumps(row).encode()) | st.binary(max_size=20), max_size=8))
 def test_every_row_of_a_set_is_kept_or_in_the_quarantine_with_line_and_reason(
     tmp_path: Path, lines: list[bytes]
@@ -189,7 +184,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(QUIET, max_examples=150)
+@examples(150, 3, suppress_health_check=QUIET)
 @given(pieces=st.lists(PIECES, max_size=10), text=st.text(max_size=12))
 def test_any_template_and_any_text_end_in_tokens_or_in_an_error_of_the_input(
     make_tokenizer: Callable[..., Any], pieces: list[str], text: str

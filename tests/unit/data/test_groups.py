@@ -39,6 +39,7 @@ from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.prepare import prepare
 from rlhf_core.data.repeats import join_groups
 from rlhf_core.types import PairExample, PromptExample, SFTExample
+from tests.support.sampled import examples
 from tests.unit.data.data_samples import write_jsonl
 
 
@@ -195,6 +196,7 @@ ROWS = st.lists(
 )
 
 
+@examples(100, 3)
 @given(ROWS, st.randoms(use_true_random=False))
 def test_neither_the_order_of_rows_nor_the_sets_they_are_in_matter(rows: Any, chance: random.Random) -> None:
     records = [

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.data import templates
@@ -36,6 +36,7 @@ from rlhf_core.data.rendering import render
 from rlhf_core.data.templates import EncodeError, Encoder
 from rlhf_core.data.tokenizer import load_decoder, train_tokenizer, write_response_prefix
 from rlhf_core.errors import ModelError
+from tests.support.sampled import examples
 from tests.unit.data.data_samples import CHATML, SENTENCEPIECE_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -162,7 +163,7 @@ def test_text_that_spells_a_special_token_stays_text(sp_tokenizer: Any, evil: st
     assert learned.count(encoder.eos_id) == 2 and evil in sp_tokenizer.decode(learned)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, 3)
 @given(
     st.lists(
         st.sampled_from(["<s>", "</s>", "<unk>", " ", "a", "fox", "é", "\n", "<", "s>", "\ue000"]), min_size=1

@@ -36,6 +36,7 @@ from rlhf_core.planning.hardware import GIB, Device, Hardware, Network, parse_gp
 from rlhf_core.planning.loads import checkpoint_bytes, checkpoint_sizes, device_loads
 from rlhf_core.planning.memory import Model
 from rlhf_core.planning.search import advise, compare_memory, room_for_engines, with_changes
+from tests.support.sampled import share
 
 PRODUCTION = Path(__file__).resolve().parents[3] / "deployments" / "configs" / "production.yaml"
 LINKS = ("1gbit", "10gbit", "100gbit", "400gbit", "2x400gbit", "8x400gbit")
@@ -264,8 +265,9 @@ def test_rank_0_writes_what_is_not_sharded() -> None:
 # -- the fastest settings --
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("model", "gpus"), [("llama-3-8b", "1x8xH100-80G"), ("llama-3-70b", "4x8xH200-141G")]
+    ("model", "gpus"), share([("llama-3-8b", "1x8xH100-80G"), ("llama-3-70b", "4x8xH200-141G")], 2)
 )
 def test_the_settings_found_fit_in_the_time_that_they_state(model: str, gpus: str) -> None:
     # No memory for offload: what fits does so on the devices alone.

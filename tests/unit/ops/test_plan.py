@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from rlhf_cli.main import main
-from rlhf_core.config import PipelineConfig
 from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
-from rlhf_core.ops.plan import plan as plans
 from rlhf_core.ops.plan.plan import make_plan
 from rlhf_core.ops.plan.rows import describe_batches
 from rlhf_core.ops.plan.speed import StepTime, optimizer_step_time, step_time
@@ -35,29 +32,6 @@ from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, MISTRAL_7B
 from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 TOYS = Hardware(8, Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def searched_once() -> Iterator[None]:
-    """Plans of the same settings share the search for faster ones, which takes most of their time."""
-    found: dict[Any, Any] = {}
-    search = plans.fastest_settings
-
-    def search_once(config: PipelineConfig, *others: Any) -> Any:
-        key = (config.model_dump_json(), *others)
-        if key not in found:
-            found[key] = search(config, *others)
-        return found[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "fastest_settings", search_once)
-        yield
-
-
-@pytest.fixture
-def nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the search for faster settings, for tests of what is said about the given ones."""
-    monkeypatch.setattr(plans, "fastest_settings", lambda *_: {})
 
 
 # -- batches --

@@ -20,6 +20,8 @@ from rlhf_core.run.checks import load_and_check
 from tests.support.demo_data import GENERATED
 from tests.support.model_folder import model_folder
 
+pytestmark = pytest.mark.usefixtures("nothing_is_searched")
+
 PAIR = {"prompt": "What is this? " * 4, "chosen": "It is this. " * 10, "rejected": "No."}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -28,6 +28,8 @@ from rlhf_core.ops.plan.plan import as_json, make_plan
 from rlhf_core.ops.plan.rows import count_rows, stage_work
 from tests.support.demo_data import config_with_demo_data
 
+pytestmark = pytest.mark.usefixtures("nothing_is_searched")
+
 ROWS = [
     {"prompt": f"Name bird {number}.", "chosen": f"A robin {number}.", "rejected": "Bird bird."}
     for number in range(60)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_core.ops.retention import UNFINISHED_SECONDS, Item, Known, Reason, decide
@@ -26,6 +26,7 @@ from rlhf_core.storage.inventory import (
     StoredArtifact,
     Unfinished,
 )
+from tests.support.sampled import examples
 
 NOW, DAY = 1e9, 86_400.0
 STAGES = ("data", "sft", "ppo", "evaluate", "distilled")
@@ -89,7 +90,7 @@ def own_reason(each: StoredArtifact, given_: Known) -> bool:
     )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, 4)
 @given(stores())
 def test_nothing_is_deleted_that_something_kept_descends_from(given_: Known) -> None:
     by_name = {each.name: each for each in given_.inventory.artifacts}
@@ -116,7 +117,7 @@ def test_nothing_is_deleted_that_something_kept_descends_from(given_: Known) -> 
             assert name in gone
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200, 4)
 @given(stores(), st.data())
 def test_more_reasons_never_delete_more(given_: Known, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([each.name for each in given_.inventory.artifacts]))

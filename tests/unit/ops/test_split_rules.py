@@ -24,6 +24,7 @@ from rlhf_core.planning.hardware import Hardware, parse_gpus
 from rlhf_core.planning.loads import device_loads
 from rlhf_core.planning.search import Changes, advise, compare_memory, room_for_engines, with_changes
 from tests.support.demo_data import config_with_demo_data as config_from_tree
+from tests.support.sampled import share
 
 RULES_ALONE = {"algorithm": "reinforce_pp", "rewards": [{"type": "repetition"}]}
 """Neither critic nor reward model."""
@@ -66,7 +67,8 @@ def found_settings(configured: PipelineConfig, model: str, hardware: Hardware) -
     return found
 
 
-@pytest.mark.parametrize(("model", "gpus"), [("qwen3-0.6b", "H100"), ("qwen3-8b", "4xH100")])
+@pytest.mark.sampled
+@pytest.mark.parametrize(("model", "gpus"), share([("qwen3-0.6b", "H100"), ("qwen3-8b", "4xH100")], 2))
 def test_further_settings_place_the_processes_in_another_way(model: str, gpus: str) -> None:
     found, placements = found_settings(config(), model, parse_gpus(gpus)), set()
     for _, changes in found:
@@ -76,25 +78,27 @@ def test_further_settings_place_the_processes_in_another_way(model: str, gpus: s
     assert 1 <= len(placements) == len(found) <= 3
 
 
-@pytest.mark.parametrize(
-    ("ppo", "model", "gpus", "changes"),
-    [
-        ({"staleness": 1, "max_new_tokens": 16}, "qwen3-0.6b", "4xH100-80G", {}),
-        (
-            {**RULES_ALONE, "critic_deepspeed": {"ranks": 3}},
-            "qwen3-8b",
-            "8xA100-80G",
-            {"ppo.colocate": "all"},
-        ),
-        (
-            {"weight_sync": {"backend": "nccl"}},
-            "qwen3-8b",
-            "2xH100-80G",
-            {"ppo.colocate": "all", "ppo.weight_sync.backend": "auto"},
-        ),
-    ],
-    ids=["staleness", "no critic", "nccl"],
-)
+RESTRICTED = [
+    pytest.param({"staleness": 1, "max_new_tokens": 16}, "qwen3-0.6b", "4xH100-80G", {}, id="staleness"),
+    pytest.param(
+        {**RULES_ALONE, "critic_deepspeed": {"ranks": 3}},
+        "qwen3-8b",
+        "8xA100-80G",
+        {"ppo.colocate": "all"},
+        id="no critic",
+    ),
+    pytest.param(
+        {"weight_sync": {"backend": "nccl"}},
+        "qwen3-8b",
+        "2xH100-80G",
+        {"ppo.colocate": "all", "ppo.weight_sync.backend": "auto"},
+        id="nccl",
+    ),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("ppo", "model", "gpus", "changes"), share(RESTRICTED, 3))
 def test_settings_are_found_that_are_a_valid_configuration(
     ppo: dict[str, Any], model: str, gpus: str, changes: dict[str, str]
 ) -> None:
@@ -207,8 +211,10 @@ def test_a_colocated_engine_has_its_part_of_the_weights_on_each_device(level: in
     assert weights(2, 4) == weights(8, 1) / 4 == 2 * shape("qwen3-8b").parameters / 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("model", "gpus", "ways"), [("llama-3-70b", "4x8xH200-141G", 8), ("qwen3-0.6b", "8xH100-80G", 1)]
+    ("model", "gpus", "ways"),
+    share([("llama-3-70b", "4x8xH200-141G", 8), ("qwen3-0.6b", "8xH100-80G", 1)], 2),
 )
 def test_engines_of_several_gpus_are_found_where_they_are_faster(model: str, gpus: str, ways: int) -> None:
     hardware = parse_gpus(gpus, "8x400gbit")

@@ -32,6 +32,7 @@ from rlhf_core.planning.memory import Model, engine_memory
 from rlhf_core.planning.search import advise, compare_memory
 from tests.support.demo_data import config_with_demo_data as config_from_tree
 from tests.support.planned_models import BFLOAT16, CONFIGS, LLAMA_8B, config, eight_b, peak
+from tests.support.sampled import share
 from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 
@@ -181,7 +182,11 @@ def test_too_little_memory_too_few_devices_and_no_room_for_one_sequence_are_name
     assert any("an engine's KV cache holds 0 tokens" in text for text in problems(cramped, "8xRTX4090-24G"))
 
 
-@pytest.mark.parametrize("gpus", ["8xA100-40G", "8xL40S-48G", "16xRTX4090-24G", "4xH100-80G", "2xH200-141G"])
+OTHERS = ["8xA100-40G", "8xL40S-48G", "16xRTX4090-24G", "4xH100-80G", "2xH200-141G"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("gpus", share(OTHERS, 2))
 def test_the_changes_offered_make_it_fit_and_none_could_be_left_out(gpus: str) -> None:
     hardware, shape = parse_gpus(gpus), eight_b()
     wanted = config()

@@ -21,6 +21,7 @@ from rlhf_core.errors import RLHFError
 from rlhf_core.tracking.champion_log import log_of
 from rlhf_core.tracking.champions import POLICY, REVOKED, WEIGHTS, Moved, history, promote, rollback, settle
 from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion
+from tests.support.sampled import share
 
 
 class Killed(BaseException):
@@ -126,7 +127,8 @@ class Turns:
             self._changed.notify_all()
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", share(range(150), 5))
 def test_alias_and_history_agree_after_operators_at_the_same_moment(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
