@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from rlhf_core.data.messages import Call, Message
@@ -52,6 +52,8 @@ _PROBED = ("probed_tool", "probed_call", "probed_result")
 """A tool, a call and a result that no text mentions."""
 _FOREIGN_MARKS = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]"
 """Role marks of the chat templates of other models: <|im_start|>, [INST] and similar ones."""
+_KNOWN_PIECES = 16
+"""Number of texts between special tokens whose tokens are kept, because they come again."""
 _CHARS_PER_TOKEN = 256
 """No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too
 long.
@@ -94,11 +96,38 @@ class Encoded:
     """(P+T,) 1 on tokens the assistant wrote, EOS included."""
 
 
+@dataclass
+class _Piece:
+    """Tokens of a part of the rendered text."""
+
+    ids: list[int]
+    encoding: Any
+
+    @cached_property
+    def offsets(self) -> list[tuple[int, int]]:
+        """First and last character in the piece, the last one exclusive. Most pieces are not asked for it."""
+        offsets: list[tuple[int, int]] = self.encoding.offsets
+        return offsets
+
+
 @dataclass(frozen=True)
 class _Tokens:
     ids: list[int]
-    offsets: list[tuple[int, int]]
-    """First and last character in the rendered text, the last one exclusive."""
+    starts: list[int]
+    """First character of each piece in the rendered text."""
+    pieces: list[tuple[int, _Piece]]
+    """Each piece, with the index of its first token."""
+
+    def before(self, at: int) -> tuple[int, bool]:
+        """Return the number of tokens that begin before the character `at`, and whether one ends after it."""
+        number = bisect_left(self.starts, at) - 1
+        if number < 0:
+            return 0, False
+        first, piece = self.pieces[number]
+        at -= self.starts[number]
+        # Not from the first token: a long conversation has many spans.
+        count = bisect_left(piece.offsets, (at,))
+        return first + count, count > 0 and piece.offsets[count - 1][1] > at
 
 
 class Encoder:
@@ -152,6 +181,9 @@ class Encoder:
         self._thought_field = fields[0] if fields else None
         # Made here: a cache of the class would keep each encoder and its prompts until the process ends.
         self._prompt_ids = lru_cache(known_prompts)(self._new_prompt_ids)
+        # The prompt of a pair comes three times.
+        self._known_piece = lru_cache(_KNOWN_PIECES)(self._piece)
+        self._apart = _are_apart(tokenizer)
         self._last_prompt: tuple[list[dict[str, Any]], list[Any] | None, str] = ([], None, "")
         self._not_rendered: Sequence[str] | None = None
         """Those of `_PROBED` that the template leaves out; None: not tried yet."""
@@ -270,7 +302,7 @@ class Encoder:
         tokens = self._tokenize(text, restore)
         moved = [(_moved(text, start, restore), _moved(text, end, restore)) for start, end in spans]
         # Tokens of an answer are sampled after the prompt, so none has characters of both.
-        borders = [start for (start, _), (at, _) in zip(spans, moved, strict=True) if _spans(tokens, at)]
+        borders = [start for (start, _), (at, _) in zip(spans, moved, strict=True) if tokens.before(at)[1]]
         if borders:
             apart = self._begin(self._pieces(text, restore, template_specials=True, borders=borders))
             # Only if the text stays the same: some tokenizers put a blank before each piece.
@@ -474,9 +506,8 @@ class Encoder:
         mask = [0] * len(tokens.ids)
         ends = [index for index, token in enumerate(tokens.ids) if token == self.eos_id]
         for start, end in spans:
-            # Not from the first token: a long conversation has many spans.
-            first, last = bisect_left(tokens.offsets, (start,)), bisect_left(tokens.offsets, (end,))
-            if _spans(tokens, start):
+            (first, is_spanned), (last, _) = tokens.before(start), tokens.before(end)
+            if is_spanned:
                 raise EncodeError("a token spans the border between the prompt and the assistant's text")
             # Text after EOS inside the block, such as a line feed, is never generated.
             end_of_answer = bisect_left(ends, first)
@@ -552,21 +583,24 @@ class Encoder:
         return plain
 
     def _tokenize(self, text: str, restore: dict[str, str]) -> _Tokens:
-        if not restore:
+        if not restore and not self._apart:
             self._backend.encode_special_tokens = False
             encoding = self._backend.encode(text, add_special_tokens=False)
             ids: list[int] = encoding.ids
             found = self._special_pattern.findall(text)
             expected = sum(self._specials[special] in self._control_ids for special in found)
             if sum(map(self._control_ids.__contains__, ids)) == expected:
-                return self._begin(_Tokens(ids, encoding.offsets))
+                return self._begin(_Tokens(ids, [0], [(0, _Piece(ids, encoding))]))
         return self._begin(self._pieces(text, restore, template_specials=True))
 
     def _begin(self, tokens: _Tokens) -> _Tokens:
         """Return the tokens with BOS first if the tokenizer itself would put one and the template did not."""
         if self._bos is None or tokens.ids[:1] == [self._bos]:
             return tokens
-        return _Tokens([self._bos, *tokens.ids], [(0, 0), *tokens.offsets])
+        pieces = [(first + 1, piece) for first, piece in tokens.pieces]
+        bos = _Piece([self._bos], None)
+        bos.offsets = [(0, 0)]
+        return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [(0, bos), *pieces])
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._bos is None else [self._bos, *ids]
@@ -583,25 +617,31 @@ class Encoder:
         No token has characters before and after one of `borders`.
         """
         ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
+        starts, pieces = [], []
         base = 0
-        for piece, special in self._split(text, borders) if template_specials else [(text, None)]:
+        for part, special in self._split(text, borders) if template_specials else [(text, None)]:
             for char, spelled in (restore or {}).items():
-                piece = piece.replace(char, spelled)
-            if special is None:
-                # In spite of its name, it makes the text of a special token ordinary text.
-                self._backend.encode_special_tokens = True
-                try:
-                    encoding = self._backend.encode(piece, add_special_tokens=False)
-                finally:
-                    self._backend.encode_special_tokens = False
-                ids += encoding.ids
-                offsets += [(base + a, base + b) for a, b in encoding.offsets]
-            else:
-                ids.append(special)
-                offsets.append((base, base + len(piece)))
-            base += len(piece)
-        return _Tokens(ids, offsets)
+                part = part.replace(char, spelled)
+            piece = self._known_piece(part, special)
+            starts.append(base)
+            pieces.append((len(ids), piece))
+            ids += piece.ids
+            base += len(part)
+        return _Tokens(ids, starts, pieces)
+
+    def _piece(self, text: str, special: int | None) -> _Piece:
+        """Return the tokens of ordinary text, or of one special token."""
+        if special is not None:
+            piece = _Piece([special], None)
+            piece.offsets = [(0, len(text))]
+            return piece
+        # In spite of its name, it makes the text of a special token ordinary text.
+        self._backend.encode_special_tokens = True
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = False
+        return _Piece(encoding.ids, encoding)
 
     def _split(self, text: str, borders: Sequence[int]) -> Iterator[tuple[str, int | None]]:
         at = 0
@@ -734,12 +774,6 @@ def _trained_spans(spans: list[tuple[int, int]], messages: Sequence[Message]) ->
     return [span for span, is_trained in zip(spans, trained, strict=True) if is_trained]
 
 
-def _spans(tokens: _Tokens, at: int) -> bool:
-    """Return whether a token has characters before and after the position `at`."""
-    first = bisect_left(tokens.offsets, (at,))
-    return first > 0 and tokens.offsets[first - 1][1] > at
-
-
 def _joined(messages: Sequence[Message], tools: str) -> str:
     if tools or any(message.calls or message.role == "tool" for message in messages):
         raise EncodeError("tools and their calls need the chat template of a model: data.template: chat")
@@ -804,3 +838,14 @@ def _bos_added(tokenizer: Any) -> int | None:
     """Return the BOS that the tokenizer puts before plain text by itself, or None."""
     ids = tokenizer("a", add_special_tokens=True)["input_ids"]
     return int(ids[0]) if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else None
+
+
+def _are_apart(tokenizer: Any) -> bool:
+    """Return whether the text between two special tokens has the same tokens as without what is around it."""
+    backend = tokenizer.backend_tokenizer
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and (token.normalized or token.lstrip or token.rstrip or token.single_word):
+            return False
+    # Some put a blank before the first text only, or count with one there in their offsets.
+    states = [part.__getstate__() for part in (backend.pre_tokenizer, backend.post_processor) if part]
+    return not re.search(rb'"prepend_scheme":"first"|"add_prefix_space":true', b"".join(states))
