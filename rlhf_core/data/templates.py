@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal
 
 from rlhf_core.data.messages import Call, Message
@@ -52,8 +52,10 @@ _PROBED = ("probed_tool", "probed_call", "probed_result")
 """A tool, a call and a result that no text mentions."""
 _FOREIGN_MARKS = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]"
 """Role marks of the chat templates of other models: <|im_start|>, [INST] and similar ones."""
-_KNOWN_PIECES = 16
-"""Number of texts between special tokens whose tokens are kept, because they come again."""
+_KNOWN_PIECES, _LONG = 16, 2**15
+"""Number of texts between special tokens whose tokens are kept, because they come again, and the most
+characters of one.
+"""
 _CHARS_PER_TOKEN = 256
 """No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too
 long.
@@ -96,18 +98,8 @@ class Encoded:
     """(P+T,) 1 on tokens the assistant wrote, EOS included."""
 
 
-@dataclass
-class _Piece:
-    """Tokens of a part of the rendered text."""
-
-    ids: list[int]
-    encoding: Any
-
-    @cached_property
-    def offsets(self) -> list[tuple[int, int]]:
-        """First and last character in the piece, the last one exclusive. Most pieces are not asked for it."""
-        offsets: list[tuple[int, int]] = self.encoding.offsets
-        return offsets
+_Offsets = list[tuple[int, int]]
+"""First and last character of each token, the last one exclusive."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +107,19 @@ class _Tokens:
     ids: list[int]
     starts: list[int]
     """First character of each piece in the rendered text."""
-    pieces: list[tuple[int, _Piece]]
-    """Each piece, with the index of its first token."""
+    pieces: list[tuple[int, _Offsets]]
+    """The index of its first token, and the offsets in the piece."""
 
     def before(self, at: int) -> tuple[int, bool]:
         """Return the number of tokens that begin before the character `at`, and whether one ends after it."""
         number = bisect_left(self.starts, at) - 1
         if number < 0:
             return 0, False
-        first, piece = self.pieces[number]
+        first, offsets = self.pieces[number]
         at -= self.starts[number]
         # Not from the first token: a long conversation has many spans.
-        count = bisect_left(piece.offsets, (at,))
-        return first + count, count > 0 and piece.offsets[count - 1][1] > at
+        count = bisect_left(offsets, (at,))
+        return first + count, count > 0 and offsets[count - 1][1] > at
 
 
 class Encoder:
@@ -163,11 +155,11 @@ class Encoder:
         self._specials = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         # `re` takes the first alternative that matches, so a token must come before its own beginnings.
         # `(?!)` matches nothing.
-        longest_first = sorted(self._specials, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        ordered = sorted(self._specials, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         # Without unk, which ordinary text becomes if the vocabulary does not cover it.
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
-        own_marks = [each for each in longest_first if self._specials[each] in self._control_ids]
+        own_marks = [each for each in ordered if self._specials[each] in self._control_ids]
         self._rendered = re.compile("|".join([*map(re.escape, own_marks), _FOREIGN_MARKS]))
         self._skeletons: dict[tuple[tuple[tuple[str, ...], ...], str], list[int]] = {}
         self._header = ""
@@ -531,19 +523,18 @@ class Encoder:
         """
         plain = self._plain(messages)
         functions = json.loads(tools) if tools else None
-        found: set[str] = set()
-        used: set[str] = set()
-        for text in _texts([plain, functions]):
-            found.update(self._special_pattern.findall(text))
-            used.update(_PRIVATE.findall(text))
+        texts = "\x00".join(_texts([plain, functions]))
+        found = set(self._special_pattern.findall(texts))
+        if not found:
+            return plain, functions, {}
+        used = set(_PRIVATE.findall(texts))
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         # Sorted: the order of a set of texts differs between processes, and so would the rendered text.
         character_of = {special: next(free) for special in sorted(found)}
-        if found:
-            plain, functions = _replaced(
-                [plain, functions],
-                lambda text: self._special_pattern.sub(lambda match: character_of[match.group()], text),
-            )
+        plain, functions = _replaced(
+            [plain, functions],
+            lambda text: self._special_pattern.sub(lambda match: character_of[match.group()], text),
+        )
         return plain, functions, {character: special for special, character in character_of.items()}
 
     def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -590,17 +581,15 @@ class Encoder:
             found = self._special_pattern.findall(text)
             expected = sum(self._specials[special] in self._control_ids for special in found)
             if sum(map(self._control_ids.__contains__, ids)) == expected:
-                return self._begin(_Tokens(ids, [0], [(0, _Piece(ids, encoding))]))
+                return self._begin(_Tokens(ids, [0], [(0, encoding.offsets)]))
         return self._begin(self._pieces(text, restore, template_specials=True))
 
     def _begin(self, tokens: _Tokens) -> _Tokens:
         """Return the tokens with BOS first if the tokenizer itself would put one and the template did not."""
         if self._bos is None or tokens.ids[:1] == [self._bos]:
             return tokens
-        pieces = [(first + 1, piece) for first, piece in tokens.pieces]
-        bos = _Piece([self._bos], None)
-        bos.offsets = [(0, 0)]
-        return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [(0, bos), *pieces])
+        pieces = [(first + 1, offsets) for first, offsets in tokens.pieces]
+        return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [(0, [(0, 0)]), *pieces])
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._bos is None else [self._bos, *ids]
@@ -622,26 +611,25 @@ class Encoder:
         for part, special in self._split(text, borders) if template_specials else [(text, None)]:
             for char, spelled in (restore or {}).items():
                 part = part.replace(char, spelled)
-            piece = self._known_piece(part, special)
+            encode = self._known_piece if len(part) <= _LONG else self._piece
+            new, offsets = encode(part, special)
             starts.append(base)
-            pieces.append((len(ids), piece))
-            ids += piece.ids
+            pieces.append((len(ids), offsets))
+            ids += new
             base += len(part)
         return _Tokens(ids, starts, pieces)
 
-    def _piece(self, text: str, special: int | None) -> _Piece:
-        """Return the tokens of ordinary text, or of one special token."""
+    def _piece(self, text: str, special: int | None) -> tuple[list[int], _Offsets]:
+        """Return the tokens of ordinary text, or of one special token, and their offsets."""
         if special is not None:
-            piece = _Piece([special], None)
-            piece.offsets = [(0, len(text))]
-            return piece
+            return [special], [(0, len(text))]
         # In spite of its name, it makes the text of a special token ordinary text.
         self._backend.encode_special_tokens = True
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
         finally:
             self._backend.encode_special_tokens = False
-        return _Piece(encoding.ids, encoding)
+        return encoding.ids, encoding.offsets
 
     def _split(self, text: str, borders: Sequence[int]) -> Iterator[tuple[str, int | None]]:
         at = 0
