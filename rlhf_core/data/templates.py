@@ -52,6 +52,10 @@ _PROBED = ("probed_tool", "probed_call", "probed_result")
 """A tool, a call and a result that no text mentions."""
 _FOREIGN_MARKS = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]"
 """Role marks of the chat templates of other models: <|im_start|>, [INST] and similar ones."""
+_KNOWN_PIECES, _LONG = 16, 2**15
+"""Number of texts between special tokens whose tokens are kept, because they come again, and the most
+characters of one.
+"""
 _CHARS_PER_TOKEN = 256
 """No token of a known vocabulary is longer; text beyond this many characters per allowed token is surely too
 long.
@@ -94,11 +98,28 @@ class Encoded:
     """(P+T,) 1 on tokens the assistant wrote, EOS included."""
 
 
+_Offsets = list[tuple[int, int]]
+"""First and last character of each token, the last one exclusive."""
+
+
 @dataclass(frozen=True)
 class _Tokens:
     ids: list[int]
-    offsets: list[tuple[int, int]]
-    """First and last character in the rendered text, the last one exclusive."""
+    starts: list[int]
+    """First character of each piece in the rendered text."""
+    pieces: list[tuple[int, _Offsets]]
+    """The index of its first token, and the offsets in the piece."""
+
+    def before(self, at: int) -> tuple[int, bool]:
+        """Return the number of tokens that begin before the character `at`, and whether one ends after it."""
+        number = bisect_left(self.starts, at) - 1
+        if number < 0:
+            return 0, False
+        first, offsets = self.pieces[number]
+        at -= self.starts[number]
+        # Not from the first token: a long conversation has many spans.
+        count = bisect_left(offsets, (at,))
+        return first + count, count > 0 and offsets[count - 1][1] > at
 
 
 class Encoder:
@@ -134,11 +155,11 @@ class Encoder:
         self._specials = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         # `re` takes the first alternative that matches, so a token must come before its own beginnings.
         # `(?!)` matches nothing.
-        longest_first = sorted(self._specials, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        ordered = sorted(self._specials, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
         # Without unk, which ordinary text becomes if the vocabulary does not cover it.
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
-        own_marks = [each for each in longest_first if self._specials[each] in self._control_ids]
+        own_marks = [each for each in ordered if self._specials[each] in self._control_ids]
         self._rendered = re.compile("|".join([*map(re.escape, own_marks), _FOREIGN_MARKS]))
         self._skeletons: dict[tuple[tuple[tuple[str, ...], ...], str], list[int]] = {}
         self._header = ""
@@ -152,6 +173,9 @@ class Encoder:
         self._thought_field = fields[0] if fields else None
         # Made here: a cache of the class would keep each encoder and its prompts until the process ends.
         self._prompt_ids = lru_cache(known_prompts)(self._new_prompt_ids)
+        # The prompt of a pair comes three times.
+        self._known_piece = lru_cache(_KNOWN_PIECES)(self._piece)
+        self._apart = _are_apart(tokenizer)
         self._last_prompt: tuple[list[dict[str, Any]], list[Any] | None, str] = ([], None, "")
         self._not_rendered: Sequence[str] | None = None
         """Those of `_PROBED` that the template leaves out; None: not tried yet."""
@@ -270,7 +294,7 @@ class Encoder:
         tokens = self._tokenize(text, restore)
         moved = [(_moved(text, start, restore), _moved(text, end, restore)) for start, end in spans]
         # Tokens of an answer are sampled after the prompt, so none has characters of both.
-        borders = [start for (start, _), (at, _) in zip(spans, moved, strict=True) if _spans(tokens, at)]
+        borders = [start for (start, _), (at, _) in zip(spans, moved, strict=True) if tokens.before(at)[1]]
         if borders:
             apart = self._begin(self._pieces(text, restore, template_specials=True, borders=borders))
             # Only if the text stays the same: some tokenizers put a blank before each piece.
@@ -474,9 +498,8 @@ class Encoder:
         mask = [0] * len(tokens.ids)
         ends = [index for index, token in enumerate(tokens.ids) if token == self.eos_id]
         for start, end in spans:
-            # Not from the first token: a long conversation has many spans.
-            first, last = bisect_left(tokens.offsets, (start,)), bisect_left(tokens.offsets, (end,))
-            if _spans(tokens, start):
+            (first, is_spanned), (last, _) = tokens.before(start), tokens.before(end)
+            if is_spanned:
                 raise EncodeError("a token spans the border between the prompt and the assistant's text")
             # Text after EOS inside the block, such as a line feed, is never generated.
             end_of_answer = bisect_left(ends, first)
@@ -500,19 +523,18 @@ class Encoder:
         """
         plain = self._plain(messages)
         functions = json.loads(tools) if tools else None
-        found: set[str] = set()
-        used: set[str] = set()
-        for text in _texts([plain, functions]):
-            found.update(self._special_pattern.findall(text))
-            used.update(_PRIVATE.findall(text))
+        texts = "\x00".join(_texts([plain, functions]))
+        found = set(self._special_pattern.findall(texts))
+        if not found:
+            return plain, functions, {}
+        used = set(_PRIVATE.findall(texts))
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         # Sorted: the order of a set of texts differs between processes, and so would the rendered text.
         character_of = {special: next(free) for special in sorted(found)}
-        if found:
-            plain, functions = _replaced(
-                [plain, functions],
-                lambda text: self._special_pattern.sub(lambda match: character_of[match.group()], text),
-            )
+        plain, functions = _replaced(
+            [plain, functions],
+            lambda text: self._special_pattern.sub(lambda match: character_of[match.group()], text),
+        )
         return plain, functions, {character: special for special, character in character_of.items()}
 
     def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -552,21 +574,22 @@ class Encoder:
         return plain
 
     def _tokenize(self, text: str, restore: dict[str, str]) -> _Tokens:
-        if not restore:
+        if not restore and not self._apart:
             self._backend.encode_special_tokens = False
             encoding = self._backend.encode(text, add_special_tokens=False)
             ids: list[int] = encoding.ids
             found = self._special_pattern.findall(text)
             expected = sum(self._specials[special] in self._control_ids for special in found)
             if sum(map(self._control_ids.__contains__, ids)) == expected:
-                return self._begin(_Tokens(ids, encoding.offsets))
+                return self._begin(_Tokens(ids, [0], [(0, encoding.offsets)]))
         return self._begin(self._pieces(text, restore, template_specials=True))
 
     def _begin(self, tokens: _Tokens) -> _Tokens:
         """Return the tokens with BOS first if the tokenizer itself would put one and the template did not."""
         if self._bos is None or tokens.ids[:1] == [self._bos]:
             return tokens
-        return _Tokens([self._bos, *tokens.ids], [(0, 0), *tokens.offsets])
+        pieces = [(first + 1, offsets) for first, offsets in tokens.pieces]
+        return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [(0, [(0, 0)]), *pieces])
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._bos is None else [self._bos, *ids]
@@ -583,25 +606,30 @@ class Encoder:
         No token has characters before and after one of `borders`.
         """
         ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
+        starts, pieces = [], []
         base = 0
-        for piece, special in self._split(text, borders) if template_specials else [(text, None)]:
+        for part, special in self._split(text, borders) if template_specials else [(text, None)]:
             for char, spelled in (restore or {}).items():
-                piece = piece.replace(char, spelled)
-            if special is None:
-                # In spite of its name, it makes the text of a special token ordinary text.
-                self._backend.encode_special_tokens = True
-                try:
-                    encoding = self._backend.encode(piece, add_special_tokens=False)
-                finally:
-                    self._backend.encode_special_tokens = False
-                ids += encoding.ids
-                offsets += [(base + a, base + b) for a, b in encoding.offsets]
-            else:
-                ids.append(special)
-                offsets.append((base, base + len(piece)))
-            base += len(piece)
-        return _Tokens(ids, offsets)
+                part = part.replace(char, spelled)
+            encode = self._known_piece if len(part) <= _LONG else self._piece
+            new, offsets = encode(part, special)
+            starts.append(base)
+            pieces.append((len(ids), offsets))
+            ids += new
+            base += len(part)
+        return _Tokens(ids, starts, pieces)
+
+    def _piece(self, text: str, special: int | None) -> tuple[list[int], _Offsets]:
+        """Return the tokens of ordinary text, or of one special token, and their offsets."""
+        if special is not None:
+            return [special], [(0, len(text))]
+        # In spite of its name, it makes the text of a special token ordinary text.
+        self._backend.encode_special_tokens = True
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        finally:
+            self._backend.encode_special_tokens = False
+        return encoding.ids, encoding.offsets
 
     def _split(self, text: str, borders: Sequence[int]) -> Iterator[tuple[str, int | None]]:
         at = 0
@@ -734,12 +762,6 @@ def _trained_spans(spans: list[tuple[int, int]], messages: Sequence[Message]) ->
     return [span for span, is_trained in zip(spans, trained, strict=True) if is_trained]
 
 
-def _spans(tokens: _Tokens, at: int) -> bool:
-    """Return whether a token has characters before and after the position `at`."""
-    first = bisect_left(tokens.offsets, (at,))
-    return first > 0 and tokens.offsets[first - 1][1] > at
-
-
 def _joined(messages: Sequence[Message], tools: str) -> str:
     if tools or any(message.calls or message.role == "tool" for message in messages):
         raise EncodeError("tools and their calls need the chat template of a model: data.template: chat")
@@ -804,3 +826,14 @@ def _bos_added(tokenizer: Any) -> int | None:
     """Return the BOS that the tokenizer puts before plain text by itself, or None."""
     ids = tokenizer("a", add_special_tokens=True)["input_ids"]
     return int(ids[0]) if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else None
+
+
+def _are_apart(tokenizer: Any) -> bool:
+    """Return whether the text between two special tokens has the same tokens as without what is around it."""
+    backend = tokenizer.backend_tokenizer
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and (token.normalized or token.lstrip or token.rstrip or token.single_word):
+            return False
+    # Some put a blank before the first text only, or count with one there in their offsets.
+    states = [part.__getstate__() for part in (backend.pre_tokenizer, backend.post_processor) if part]
+    return not re.search(rb'"prepend_scheme":"first"|"add_prefix_space":true', b"".join(states))

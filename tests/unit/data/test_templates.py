@@ -15,7 +15,8 @@ Rules:
 - only answers that are trained are in the mask;
 - an answer that begins with a line feed has the tokens that a policy samples after the prompt;
 - a template may not render much more text than the conversation has;
-- a pair is rendered three times, and its prompt no more where it comes again.
+- a pair is rendered three times, and its prompt no more where it comes again;
+- text between special tokens is tokenized once for a pair, unless what is around it changes its tokens.
 """
 
 from __future__ import annotations
@@ -129,6 +130,40 @@ def test_a_pair_and_its_prompt_are_rendered_three_times(
     assert encoder.prompt(asked) is prompt
     assert rendered == [["Is it noon?"], ["Is it noon?", "It is."], ["Is it noon?", "No."]]
     assert encoder.prompt(other) and len(rendered) == 3
+
+
+def test_text_between_special_tokens_is_tokenized_once_for_a_pair(
+    make_tokenizer: Callable[..., Any],
+) -> None:
+    encoder = Encoder(chatml_tokenizer(make_tokenizer, CHATML), "chat")
+    backend, texts = encoder._backend, []
+
+    class Counting:
+        def encode(self, text: str, **options: Any) -> Any:
+            texts.append(text)
+            return backend.encode(text, **options)
+
+    encoder._backend = Counting()
+    for answer in ("It is.", "No."):
+        encoder.response([Message("user", "Is it noon?")], answer)
+    assert sorted(set(texts)) == sorted(texts) and texts.count("user\nIs it noon?") == 1
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_text_after_a_special_token_that_changes_it_is_tokenized_with_it(
+    make_tokenizer: Callable[..., Any], first: bool
+) -> None:
+    from tokenizers import AddedToken, pre_tokenizers
+
+    tokenizer = chatml_tokenizer(make_tokenizer, CHATML)
+    if first:  # a blank only before the first text of all
+        tokenizer.backend_tokenizer.normalizer = None
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    else:
+        tokenizer.add_tokens([AddedToken("<|im_end|>", special=True, rstrip=True)], special_tokens=True)
+    encoded = Encoder(tokenizer, "chat").conversation(TALK)
+    whole = reference(tokenizer, TALK)["input_ids"]
+    assert list(encoded.ids) == whole[: len(encoded.ids)] and len(encoded.ids) > len(whole) - 3
 
 
 def test_eos_after_the_marks_is_learned_too_and_a_missing_one_is_added(
