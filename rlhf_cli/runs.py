@@ -68,7 +68,7 @@ def _run(
     folder = Home.of(run.home)
     console = set_up_logging(folder)
     log.info("%s, seed %d: starting", run.name, run.seed)
-    flow = {"config": config, "overrides": overrides, "start": start, "until": until}
+    flow: dict[str, Any] = {"config": config, "overrides": overrides, "start": start, "until": until}
     with showing_progress(console) as display:
         summary = _run_flow(flow, display) if use_prefect(folder) else run_file(**flow)
     _print_results(summary, folder)
@@ -137,14 +137,15 @@ def _rounds(
     folder = Home.of(checked.run.home)
     console = set_up_logging(folder)
     log.info("%s, seed %d: %d rounds", checked.run.name, checked.run.seed, rounds)
-    flow = {"config": config, "number": rounds, "overrides": overrides, "until": until}
+    flow: dict[str, Any] = {"config": config, "number": rounds, "overrides": overrides, "until": until}
     with showing_progress(console):
         done = _rounds_flow(flow) if use_prefect(folder) else run_rounds_of_file(**flow)
     return print_end(done)
 
 
 def _rounds_flow(parameters: dict[str, Any]) -> Rounds:
-    from flows.rounds import Rounds, rounds
+    from flows.rounds import rounds
+    from rlhf_core.ops.rounds import Rounds
 
     done = rounds(**parameters)
     assert isinstance(done, Rounds)  # Prefect returns the data of a state

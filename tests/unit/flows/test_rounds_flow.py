@@ -18,13 +18,13 @@ import pytest
 
 from flows import rounds as rounds_flow
 from flows.notify import notify_failure
-from flows.rounds import Rounds, end_of_rounds, rounds, run_rounds_with
+from flows.rounds import end_of_rounds, rounds, run_rounds_with
 from rlhf_cli.main import main
 from rlhf_cli.runs import print_end
 from rlhf_core.errors import DataError, RLHFError
 from rlhf_core.evaluation.review import AnswersToPrompt, SampledAnswer
 from rlhf_core.ops.review import open_review, record_votes
-from rlhf_core.ops.rounds import check_first_round
+from rlhf_core.ops.rounds import Rounds, check_first_round
 from rlhf_core.run.checks import reuse_or_check
 from tests.support.prefect_api import PrefectApi
 from tests.support.sampled_run import made_run, save_votes
