@@ -118,10 +118,11 @@ def command(home: Path, server: PrefectServer, tmp_path: Path, request: pytest.F
     toys = tmp_path / "toys"
     toys.mkdir()
     name = re.sub(r"\W+|_", "-", request.node.name)[:40].rstrip("-")
+    seed = zlib.crc32(request.node.name.encode()) % 10**6
     (toys / "sitecustomize.py").write_text(STAGES)
     config = tmp_path / "toy.yaml"
     config.write_text(
-        f"run: {{name: {name}, seed: {zlib.crc32(request.node.name.encode()) % 10**6}, home: {home}, device: cpu, threads:"
+        f"run: {{name: {name}, seed: {seed}, home: {home}, device: cpu, threads:"
         " 1, prepare_next: false}\nppo: {steps: 4}\ntracking: {system_metrics: false}\n"
     )
     environment = {
