@@ -25,8 +25,8 @@ from tests.chaos.harness import STAGES, Case, Golden, Result, run_case
 
 PREFACE = """# Kills of a run
 
-Each row summarises runs of one stage of `tests/assets/tiny.yaml`, with the real DeepSpeed, Ray, vLLM and MLflow
-on the CPU. Each run gets one to three SIGKILLs. The same command is run again until it succeeds.
+Each row summarises runs of one stage of `tests/assets/tiny.yaml`, with the real DeepSpeed, Ray, vLLM and
+MLflow on the CPU. Each run gets one to three SIGKILLs. The same command is run again until it succeeds.
 
 - **at a point**: the process that reaches a `failpoint(...)` of the code is killed there: the command, the
   stage, a training rank, a Ray worker or an engine. Points and passes (first, middle, last) are drawn at
