@@ -1,6 +1,6 @@
 """The whole pipeline on the real stack, as `rlhf run` runs it.
 
-- against a real S3-compatible server every stage ends well and leaves what the summary, MLflow and the store
+- with a Prefect server and a real S3-compatible one every stage ends well and leaves what the summary, MLflow and the store
   promise
 - the secrets in its environment are found nowhere afterwards
 - typed again, every stage is reused and nothing changes
@@ -32,6 +32,7 @@ from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.mlflow_client import MAIN_METRICS
 from tests.support import secret_search
+from tests.support.prefect_server import prefect_server
 from tests.unit.ppo.watching.test_guards import FAILURES
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -97,7 +98,7 @@ def _run(
 
 
 class Golden:
-    """One uninterrupted run on S3."""
+    """One uninterrupted run on S3, through the flow of a Prefect server."""
 
     def __init__(self, home: Path, url: str, temporary: Path) -> None:
         """`temporary`: for temporary files; Ray's sockets allow for a short path only."""
@@ -111,9 +112,15 @@ class Golden:
             (self.folder / f"{name}.py").write_text(
                 "raise SystemExit('a file of the working folder was run')\n"
             )
-        self.summary, self.output, self.seconds = _run(
-            home, f"store.url={url}", folder=self.folder, TMPDIR=str(temporary)
-        )
+        # In the home, where the secrets are looked for. The other runs here have no server.
+        with prefect_server(home / "prefect") as server:
+            self.summary, self.output, self.seconds = _run(
+                home,
+                f"store.url={url}",
+                folder=self.folder,
+                TMPDIR=str(temporary),
+                **server.environment,
+            )
 
     def fetch(self, stage: StageName, summary: dict[str, Any] | None = None) -> Path:
         """The verified artifact folder of a stage, of this run or of the one with `summary`."""

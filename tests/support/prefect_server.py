@@ -36,13 +36,15 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
     folder.mkdir(parents=True, exist_ok=True)
     port, auth = free_port(), new_auth_string()
     environment = server_environment(folder, auth, port)
-    # As every test that starts a server makes a database: the types of blocks are a third of the time.
+    # The types of blocks are a third of the start.
     own = {"PREFECT_UI_ENABLED": "0", "PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
     with (
         (folder / "prefect.log").open("wb") as log,
         subprocess.Popen(
             server_command(port, "error"),
             env={**os.environ, **environment, **own, "PREFECT__SERVER_EPHEMERAL": "1"},
+            # Not the current folder: Prefect would read settings from the files there.
+            cwd=folder,
             stdout=log,
             stderr=log,
         ) as process,

@@ -62,7 +62,6 @@ def server_environment(folder: Path, auth: str, port: int) -> dict[str, str]:
         "PREFECT_LOCAL_STORAGE_PATH": str(folder / "storage"),
         "PREFECT_MEMO_STORE_PATH": str(folder / "memo_store.toml"),
         **dict.fromkeys(DATABASE_VARIABLES, f"sqlite+aiosqlite:///{folder / 'prefect.db'}"),
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",  # the default is pickle
     }
 
