@@ -1,7 +1,7 @@
 """The whole pipeline on the real stack, as `rlhf run` runs it.
 
-- with a Prefect server and a real S3-compatible one every stage ends well and leaves what the summary, MLflow and the store
-  promise
+- with a Prefect server and a real S3-compatible one every stage ends well and leaves what the summary, MLflow
+  and the store promise
 - the secrets in its environment are found nowhere afterwards
 - typed again, every stage is reused and nothing changes
 - with DPO and without PPO, the earlier stages are reused, and evaluation and registry have the policy of DPO
