@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.keys import given_tracking_uri
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import CONFIGURED_BY, PolicyFiles, files_made_with, policy_stage
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import PolicyStage, StageName
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home

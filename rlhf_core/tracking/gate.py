@@ -20,16 +20,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from rlhf_core.errors import RLHFError
 from rlhf_core.evaluation.measures import NOT_IDENTIFIED, results_of
 from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences, units
-
-if TYPE_CHECKING:
-    from rlhf_core.config.evaluate import PolicyStage
+from rlhf_core.pipeline import PolicyStage
 
 BETS = (0.1, 0.2, 0.4)
 """Values of lambda. Each is the best bet on a win rate of (1 + lambda) / 2 among prompts without a tie."""
