@@ -111,7 +111,7 @@ def server(home: Path) -> Iterator[PrefectServer]:
 
 
 @pytest.fixture
-def command(home: Path, server: PrefectServer, tmp_path: Path, request: pytest.FixtureRequest) -> Command:
+def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Command:
     """`rlhf run` of a two-stage pipeline that shares nothing with those of other tests but databases, store
     and, with `served`, Prefect's server.
     """
@@ -141,7 +141,7 @@ def command(home: Path, server: PrefectServer, tmp_path: Path, request: pytest.F
         served: bool = False,
         variables: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        used = server.environment if served else {}
+        used = request.getfixturevalue("server").environment if served else {}
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rlhf_cli.main", "run", str(config), "--until", until],
             cwd=folder,
