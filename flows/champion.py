@@ -10,8 +10,8 @@ from prefect.artifacts import create_table_artifact
 from pydantic import Field
 
 from flows.notify import emit, notify, notify_failure
-from rlhf_core.run.registered_policies import open_registry
 from rlhf_core.tracking import champion_log, champions
+from rlhf_core.tracking.mlflow_client import open_registry
 
 # Prefect's form shows these rules, and a flow run with other values ends before MLflow is asked.
 ModelName = Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]

@@ -22,8 +22,6 @@ from rlhf_core.config.redact import shown
 from rlhf_core.errors import InputError
 from rlhf_core.system.serving import basic_auth
 
-EMBEDDED = "RLHF_EMBEDDED_PREFECT"
-"""Set in the environment if the server ends with this command. Links to its UI would not work later."""
 _SAFE_FOLDER = Path(__file__).resolve().parent
 """The folder of this package, which contains none of the settings files that Prefect looks for."""
 
@@ -33,8 +31,7 @@ def isolate_prefect() -> None:
 
     Call this function before Prefect is imported and before other threads start: Prefect reads its settings
     during the import, and the function changes the working folder of the process for that time. A second call
-    reads the settings again. This is used after the environment was changed to name another server because
-    the first one did not answer.
+    reads the settings again, for a server that was started in between.
 
     Raises InputError if a setting is invalid.
     """

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
-import os
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -20,7 +19,6 @@ from prefect import get_client, runtime
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext
 
-from flows.isolated import EMBEDDED
 from flows.notify import view_only
 from rlhf_core.executors.spec import StageRecord
 from rlhf_core.ops.drift import DriftReport
@@ -123,8 +121,6 @@ def publish_process() -> None:
     """Give the flow run of a command, or one inside it, the identity of its process, for the reconciler of
     `rlhf up`.
     """
-    if EMBEDDED in os.environ:
-        return  # its server ends with the process
     with _report("process"), get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(runtime.flow_run.id)
         root = client.read_flow_run(runtime.flow_run.root_flow_run_id)
@@ -191,9 +187,10 @@ def _report(what: str) -> AbstractContextManager[None]:
 
 def flow_run_tags() -> dict[str, str]:
     """Return tags by which an MLflow run leads back to the flow run that it belongs to."""
-    tags = {"prefect.flow_run_id": runtime.flow_run.id}
-    if EMBEDDED not in os.environ:
-        tags["prefect.flow_run_url"] = runtime.flow_run.ui_url
+    tags = {
+        "prefect.flow_run_id": runtime.flow_run.id,
+        "prefect.flow_run_url": runtime.flow_run.ui_url,
+    }
     if runtime.deployment.id:
         tags["mlflow.source.type"] = "JOB"
     return {name: str(value) for name, value in tags.items() if value}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect import flow, runtime
@@ -15,19 +14,8 @@ from flows.pages import publish_process
 from flows.rlhf import File, Override, rlhf, run_name
 from rlhf_core.config.base import PositiveInt
 from rlhf_core.config.load import DEFAULT_CONFIG, load_config
-from rlhf_core.errors import VotesNeeded
-from rlhf_core.ops.rounds import pinned_rounds, round_overrides
+from rlhf_core.ops.rounds import Rounds, each_round
 from rlhf_core.pipeline import END_OF_ROUND, EndOfRound
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """What the flow returns."""
-
-    summaries: list[dict[str, Any]]
-    """Summaries of the finished rounds."""
-    votes_needed: str | None = None
-    """What people must do before the next round; None if all rounds are finished."""
 
 
 @flow(name="rlhf-rounds", flow_run_name=run_name, persist_result=False, on_crashed=[notify_failure])
@@ -68,24 +56,24 @@ def run_rounds_with(
         overrides: Other fields, each as `section.field=value`.
         until: Last stage of each round.
     """
-    summaries: list[dict[str, Any]] = []
     in_round = False
+
+    def run_round(own: Sequence[str]) -> dict[str, Any]:
+        nonlocal in_round
+        in_round = True
+        summary = pipeline(config=config, overrides=(*overrides, *own), until=until)
+        in_round = False
+        return summary
+
     try:
-        first = load_config(config, overrides)
-        with pinned_rounds(first) as pins:
-            for _ in range(number):
-                own = round_overrides(first, summaries)
-                in_round = True
-                summaries.append(pipeline(config=config, overrides=(*overrides, *pins, *own), until=until))
-                in_round = False
-    except VotesNeeded as needed:
-        notify(f"{runtime.flow_run.name} needs votes", needed.message)
-        return Rounds(summaries, needed.message)
+        done = each_round(load_config(config, overrides), number, run_round)
     except Exception as error:
         if not in_round:  # the flow of a round sends its own failure
             notify(f"{runtime.flow_run.name} failed", f"{type(error).__name__}: {error}")
         raise
-    return Rounds(summaries)
+    if done.votes_needed is not None:
+        notify(f"{runtime.flow_run.name} needs votes", done.votes_needed)
+    return done
 
 
 def end_of_rounds(done: Rounds) -> Rounds | State[Rounds]:

@@ -46,8 +46,8 @@ def _champions(name: str | None = None, /, *, home: HomeFolder = HOME, json: boo
         name: Registered model (default: all).
         json: Print the champions and their histories as JSON.
     """
-    from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import champions, moved_by_hand, registered_models
+    from rlhf_core.tracking.mlflow_client import open_registry
     from rlhf_core.tracking.registry import refusals
 
     mlflow = open_registry(home)
@@ -102,8 +102,8 @@ def _rollback(
         name: Registered model.
         to: The earlier version, or none for no champion (default: the last champion that was not taken back).
     """
-    from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import rollback
+    from rlhf_core.tracking.mlflow_client import open_registry
 
     move, changed = rollback(open_registry(home), name, reason, to)
     text = describe(move)
@@ -127,8 +127,8 @@ def _promote(name: str, version: str, /, *, reason: Reason, home: HomeFolder = H
         name: Registered model.
         version: Number of the version.
     """
-    from rlhf_core.run.registered_policies import open_registry
     from rlhf_core.tracking.champions import promote
+    from rlhf_core.tracking.mlflow_client import open_registry
 
     move, changed = promote(open_registry(home), name, version, reason)
     text = describe(move)

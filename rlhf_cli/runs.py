@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,15 +20,15 @@ from rlhf_core.pipeline import END_OF_ROUND, FIRST_STAGE, LAST_STAGE, EndOfRound
 from rlhf_core.system.home import Home
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from flows.rounds import Rounds
     from rlhf_core.config import PipelineConfig
     from rlhf_core.evaluation.review import Opponent
     from rlhf_core.ops.prune import Plan
     from rlhf_core.ops.retention import Item
     from rlhf_core.ops.review import Recorded
+    from rlhf_core.ops.rounds import Rounds
+    from rlhf_core.run.display import Display
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,10 @@ def _run(
         start: First stage; those before it must have been made already.
         until: Last stage.
     """
+    from rlhf_core.ops.api import run_file
     from rlhf_core.pipeline import stages_between
     from rlhf_core.run.checks import load_and_check, remember_check
+    from rlhf_core.run.display import showing_progress
 
     # Only for its error, before anything is read.
     stages_between(start, until)
@@ -66,29 +68,34 @@ def _run(
     folder = Home.of(run.home)
     console = set_up_logging(folder)
     log.info("%s, seed %d: starting", run.name, run.seed)
-    flow = {"config": config, "overrides": overrides, "start": start, "until": until}
-    return with_prefect(checked.config, lambda: _run_flow(flow, folder, console))
+    flow: dict[str, Any] = {"config": config, "overrides": overrides, "start": start, "until": until}
+    with showing_progress(console) as display:
+        summary = _run_flow(flow, display) if use_prefect(folder) else run_file(**flow)
+    _print_results(summary, folder)
+    return 0
 
 
-def _run_flow(parameters: dict[str, Any], home: Home, console: Console) -> int:
-    """Run the flow in this process, show its progress, and print its results."""
+def _run_flow(parameters: dict[str, Any], display: Display) -> dict[str, Any]:
+    """Run the flow in this process, and return its summary."""
     import httpx
 
     from flows.rlhf import rlhf
-    from rlhf_core.run.display import showing_progress
-    from rlhf_core.run.summary import result_table, stage_table, verdict
 
-    with showing_progress(console) as display:
-        try:
-            summary = rlhf(**parameters)
-        except httpx.HTTPError as error:  # of Prefect's client
-            if display.summary is None:
-                raise
-            # Only the flow's last state could not be reported. All results are stored.
-            name = type(error).__name__
-            log.warning("all stages are done, but Prefect's server did not take that (%s)", name)
-            summary = display.summary
+    try:
+        summary: dict[str, Any] = rlhf(**parameters)
+    except httpx.HTTPError as error:  # of Prefect's client
+        if display.summary is None:
+            raise
+        # Only the flow's last state could not be reported. All results are stored.
+        log.warning("all stages are done, but Prefect's server did not take that (%s)", type(error).__name__)
+        return display.summary
+    return summary
+
+
+def _print_results(summary: dict[str, Any], home: Home) -> None:
     from rich.console import Console
+
+    from rlhf_core.run.summary import result_table, stage_table, verdict
 
     # In a file or a pipe, rich would break lines at 80 characters.
     output = Console(soft_wrap=not sys.stdout.isatty())
@@ -102,7 +109,6 @@ def _run_flow(parameters: dict[str, Any], home: Home, console: Console) -> int:
     if "version" in (registered := summary.get("registration", {})):
         print(f"model folder: rlhf publish {registered['model']}@{registered['version']} FOLDER")
     print(f"summary: {home.run(summary['run']) / 'summary.json'}")
-    return 0
 
 
 @app.command(group=RUNS, usage=usage("rounds"))
@@ -122,25 +128,28 @@ def _rounds(
         rounds: Number of rounds.
         until: Last stage of each round. With sample and another sample.policy than ppo, PPO is left out.
     """
-    from rlhf_core.ops.rounds import check_first_round, check_rounds
+    from rlhf_core.ops.rounds import check_first_round, check_rounds, run_rounds_of_file
+    from rlhf_core.run.display import showing_progress
 
     check_rounds(rounds)
     overrides = with_home(overrides, home)
     checked = check_first_round(config, overrides, until).config
-    console = set_up_logging(Home.of(checked.run.home))
+    folder = Home.of(checked.run.home)
+    console = set_up_logging(folder)
     log.info("%s, seed %d: %d rounds", checked.run.name, checked.run.seed, rounds)
-    flow = {"config": config, "number": rounds, "overrides": overrides, "until": until}
-    return with_prefect(checked, lambda: _run_rounds(flow, console))
-
-
-def _run_rounds(parameters: dict[str, Any], console: Console) -> int:
-    from flows.rounds import Rounds, rounds
-    from rlhf_core.run.display import showing_progress
-
+    flow: dict[str, Any] = {"config": config, "number": rounds, "overrides": overrides, "until": until}
     with showing_progress(console):
-        done = rounds(**parameters)
-    assert isinstance(done, Rounds)  # Prefect returns the data of a state
+        done = _rounds_flow(flow) if use_prefect(folder) else run_rounds_of_file(**flow)
     return print_end(done)
+
+
+def _rounds_flow(parameters: dict[str, Any]) -> Rounds:
+    from flows.rounds import rounds
+    from rlhf_core.ops.rounds import Rounds
+
+    done = rounds(**parameters)
+    assert isinstance(done, Rounds)  # Prefect returns the data of a state
+    return done
 
 
 def print_end(done: Rounds) -> int:
@@ -240,7 +249,7 @@ def _prune(
 
     Args:
         older_than: Age up to which everything is kept.
-        also: Delete what is older of data, evaluations, mlflow, runs, logs or prefect, too; can be repeated.
+        also: Delete what is older of data, evaluations, mlflow, runs or logs, too; can be repeated.
         delete: Delete. Without it, nothing is changed.
     """
     from rich.console import Console
@@ -318,18 +327,14 @@ def _ages(plan: Plan, items: Sequence[Item]) -> str:
     return f"{youngest:.0f} to {oldest:.0f} d"
 
 
-def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
-    """Return the result of `call`, which runs a flow, with a Prefect server that responds: the one at
-    PREFECT_API_URL, that of `rlhf up` for the same home, or one that runs as long as the command.
+def use_prefect(home: Home) -> bool:
+    """Return whether a Prefect server responds that shows the runs of this command: the one at
+    PREFECT_API_URL, or that of `rlhf up` for the same home. Prefect's client then uses it.
 
-    Args:
-        config: Checked configuration.
-        call: Imports and runs the flow. Prefect must not be imported before, because its import reads the
-            settings that are made here.
+    Prefect must not be imported before, because its import reads the settings that are made here.
     """
-    from flows.isolated import EMBEDDED, client_headers, isolate_prefect
+    from flows.isolated import client_headers
     from rlhf_core.executors.spec import past_proxies
-    from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
     from rlhf_core.ops.servers.servers import (
         external_prefect_url,
         prefect_responds,
@@ -338,29 +343,15 @@ def with_prefect(config: PipelineConfig, call: Callable[[], int]) -> int:
     )
     from rlhf_core.system.environment import NO_TELEMETRY
 
-    home = Home.of(config.run.home)
-    os.environ.update(past_proxies())
+    os.environ.update(past_proxies() | NO_TELEMETRY)
     # Before the address is asked for: the servers of `rlhf up` for this home set it in the environment.
     use_servers(home)
     url = external_prefect_url()
     if url is not None:
         use_auth_string(home, url)
         if prefect_responds(url, client_headers):
-            os.environ.update(NO_TELEMETRY)
-            isolate_prefect()
-            return call()
-        log.warning(
-            "no Prefect server answers at %s: this run has one of its own, and is not shown there", url
-        )
-
-    server = EmbeddedPrefect(home)  # sets variables that Prefect reads during its import
-    os.environ[EMBEDDED] = "1"
-    isolate_prefect()
-    # The import of Prefect takes about as long as the start of its server, so both happen at the same time.
-    import flows.rlhf  # noqa: F401
-    from rlhf_core.tracking.tracker import open_tracking
-
-    # While the server still starts. The first stage would wait for the import of MLflow otherwise.
-    open_tracking(config).warm_up()
-    server.wait()
-    return call()
+            return True
+        log.warning("no Prefect server answers at %s: this run is not shown there", url)
+    if os.environ.get("RLHF_NOTIFY"):
+        log.warning("RLHF_NOTIFY: no message is sent, because its block is in a Prefect server")
+    return False

@@ -5,7 +5,7 @@
 
 Those in brackets are off by default; `reward` and `ppo` can be switched off. A stage reads the artifacts of
 all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py` with
-`run(config, context) -> StageResult`, add a row here, and call it in `flows/rlhf.py`.
+`run(config, context) -> StageResult`, and add a row here.
 
 This module imports nothing heavy: the command line and the configuration use it.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from rlhf_core.errors import InputError
 
@@ -23,6 +23,9 @@ from rlhf_core.errors import InputError
 StageName = Literal[
     "data", "sft", "reward", "judge", "dpo", "ppo", "sample", "evaluate", "benchmark", "register"
 ]  # fmt: skip
+PolicyStage = Literal["ppo", "dpo"]
+"""The stages whose policy can be registered."""
+POLICIES: tuple[PolicyStage, ...] = get_args(PolicyStage)
 EndOfRound = Literal["sample", "evaluate", "register"]
 """The stages that can be the last one of a round (`rlhf rounds`)."""
 END_OF_ROUND: EndOfRound = "register"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import field_validator
 
@@ -31,6 +31,7 @@ from rlhf_core.config.base import (
 )
 from rlhf_core.config.data import Source
 from rlhf_core.config.rewards import AnyReward, ChatServiceConfig, ModelReward
+from rlhf_core.pipeline import PolicyStage
 
 
 class LanguageModelConfig(ChatServiceConfig):
@@ -220,11 +221,6 @@ class SampleConfig(Section):
     """The best answer to a prompt is no demonstration if its score is lower, for example 1 with a reward of 0
     or 1, or with a language model, for which 1 is a win; null: it always is
     """
-
-
-PolicyStage = Literal["ppo", "dpo"]
-"""The stages whose policy can be registered."""
-POLICIES: tuple[PolicyStage, ...] = get_args(PolicyStage)
 
 
 class RegisterConfig(Section):

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config.base import Section, declared, effect_of
-from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.config.pipeline import PipelineConfig, device_of
-from rlhf_core.pipeline import STAGES, StageName, stages_between
+from rlhf_core.pipeline import POLICIES, STAGES, StageName, stages_between
 from rlhf_core.system.files import json_sha256
 from rlhf_core.system.home import Home
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.data.dataset import load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder, tokenizer_digest
@@ -42,7 +41,7 @@ from rlhf_core.evaluation.statistics import (
     units,
 )
 from rlhf_core.evaluation.summary import Intervals
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import PolicyStage, StageName
 from rlhf_core.record.schema import PREFERENCE, REWARD
 from rlhf_core.record.writer import AnswerRecord
 from rlhf_core.rewards.compose import code_digests

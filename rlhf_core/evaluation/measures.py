@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlhf_core.config.data import never_ends
-from rlhf_core.config.evaluate import POLICIES, PolicyStage
 from rlhf_core.errors import CorruptArtifact
+from rlhf_core.pipeline import POLICIES, PolicyStage
 
 MODELS = ("sft", "ppo", "dpo")
 """All models that there can be. An evaluation has those with responses."""
@@ -74,5 +73,8 @@ def endless_models(eos_rates: Mapping[str, float], titles: Mapping[str, str]) ->
     """Return one sentence about the models whose responses never end, by the shares of those with EOS, or
     none.
     """
+    # `rlhf champions` reads evaluations without the classes of the configuration, whose import takes longer.
+    from rlhf_core.config.data import never_ends
+
     problem = never_ends({f"the {titles[name]} model": rate for name, rate in eos_rates.items()})
     return [] if problem is None else [problem]

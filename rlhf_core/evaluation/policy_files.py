@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.base import Section
 from rlhf_core.config.consistency import evaluates_adapter
-from rlhf_core.config.evaluate import POLICIES, PolicyStage, SampledStage
+from rlhf_core.config.evaluate import SampledStage
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.ppo_sections import EngineConfig, WeightSyncConfig
 from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
 from rlhf_core.errors import CorruptArtifact
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import POLICIES, PolicyStage, StageName
 
 POLICY_STAGE = "rlhf.policy_stage"
 """Tag of a version: the stage that trained it. Versions of PPO have no such tag."""

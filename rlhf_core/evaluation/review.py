@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.errors import CorruptArtifact, InputError
 from rlhf_core.evaluation.measures import flat_name
 from rlhf_core.evaluation.statistics import win_rate
 from rlhf_core.evaluation.votes import FORMAT, VoteFile, newest_files, voters
+from rlhf_core.pipeline import PolicyStage
 from rlhf_core.seeds import derive_seed
 from rlhf_core.system.files import write_jsonl
 

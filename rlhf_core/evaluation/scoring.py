@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_core.cluster.ranks import needs_actors
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.keys import result_settings
 from rlhf_core.config.rewards import AnyReward, GoldReward, LanguageModelReward, ModelReward
 from rlhf_core.data.synthetic import VERSION, parse_prompt
@@ -30,7 +29,7 @@ from rlhf_core.errors import ConfigError, NonFiniteError
 from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.rank_scoring import logprobs_of_rank, on_ranks, scores_of_rank
 from rlhf_core.evaluation.summary import ByModel, Intervals
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import PolicyStage, StageName
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
 from rlhf_core.rewards.rules import gold
 from rlhf_core.system.heartbeat import heartbeat, idle

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.ops.drift import compare_with_champion
 from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName
-from rlhf_core.run.checks import CheckedConfig, check_and_prepare
+from rlhf_core.run.checks import CheckedConfig, check_and_prepare, reuse_or_check
 from rlhf_core.run.pipeline_run import PipelineRun, open_run
 from rlhf_core.run.references import resolve_kept
 from rlhf_core.run.stage_runner import run_with_retries
@@ -41,7 +41,7 @@ def run_pipeline(
         InputError: The configuration, the data or the model cannot be used. Raised before anything starts.
         RLHFError: A stage failed, and its retries are used up or would not help. The same call continues it.
     """
-    return _run(config, start, until, tags or {}).summary()
+    return _run_config(config, start, until, tags).summary()
 
 
 def run_stage(
@@ -59,10 +59,31 @@ def run_stage(
             stage.
         RLHFError: See `run_pipeline`.
     """
-    return _run(config, stage, stage, tags or {}).artifact(stage)
+    return _run_config(config, stage, stage, tags).artifact(stage)
 
 
-def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mapping[str, str]) -> PipelineRun:
+def run_file(
+    config: str,
+    overrides: Sequence[str] = (),
+    start: StageName = FIRST_STAGE,
+    until: StageName = LAST_STAGE,
+) -> dict[str, Any]:
+    """Run the pipeline of a configuration file as the flow `rlhf` does, and return the summary.
+
+    Args:
+        config: YAML file.
+        overrides: Fields to override, each as `section.field=value`.
+        start: Stages before this one must have been made already.
+        until: The last stage.
+
+    Raises the errors of `run_pipeline`.
+    """
+    return _run(reuse_or_check(config, overrides, start=start, until=until), start, until).summary()
+
+
+def _run_config(
+    config: PipelineConfig, start: StageName, until: StageName, tags: Mapping[str, str] | None
+) -> PipelineRun:
     # The run counts from this call. By default it counts from the start of the process, perhaps a notebook.
     started = seconds_since_boot()
     # Names the origin of the run, as the configuration file does for `rlhf run`.
@@ -72,6 +93,16 @@ def _run(config: PipelineConfig, start: StageName, until: StageName, tags: Mappi
     resolved, kept = resolve_kept(config)
     warnings = tuple(check_and_prepare(resolved.config, "the configuration", start=start, until=until))
     checked = CheckedConfig(resolved.config, warnings, script, reference_tags=resolved.tags, kept=kept)
+    return _run(checked, start, until, tags, started)
+
+
+def _run(
+    checked: CheckedConfig,
+    start: StageName,
+    until: StageName,
+    tags: Mapping[str, str] | None = None,
+    started: float | None = None,
+) -> PipelineRun:
     with open_run(checked, start, until, tags, started) as run:
         # Also stages before `start`: their artifacts are found, or `PipelineRun.find` raises.
         for stage in STAGES:

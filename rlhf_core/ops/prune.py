@@ -31,8 +31,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
-
 from rlhf_core.cluster.disk_space import bytes_below
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import StoreConfig
@@ -494,11 +492,9 @@ def remove_copy(store: Store, copy: CachedCopy) -> bool:
     return True
 
 
-# -- what runs have left outside the store: in `run.home`, in MLflow, and the database of Prefect --
+# -- what runs have left outside the store: in `run.home` and in MLflow --
 
 
-_STARTING_SECONDS = 3600.0
-"""A process that has used Prefect's database for a shorter time may not have recorded its run yet."""
 _JOBS = "jobs"
 """Folder in `logs` with the logs of jobs of all runs."""
 
@@ -511,8 +507,6 @@ def traces_of_home(home: Home) -> list[Trace]:
     found += [_of_folder("runs", folder, home) for folder in runs]
     others = [*home.run_logs(_JOBS).glob("*"), *home.all_stacks.glob("*/")]
     found += [_of_folder("logs", path, home) for path in sorted(others)]
-    if home.prefect_complete.exists():
-        found.append(_of_prefect(home))
     return found
 
 
@@ -536,27 +530,13 @@ def traces_of_mlflow(mlflow: Mlflow, home: Home, also: Collection[str]) -> list[
 
 def remove_from_home(home: Home, trace: Trace) -> bool:
     """Delete what a run has left in `run.home`. Return False if it has changed."""
-    if trace.kind != "prefect":
-        path = Path(*trace.where)
-        if not path.exists() or _of_folder(trace.kind, path, home) != trace:
-            return False
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        return True
-    try:
-        # No wait: who holds it creates the database at this moment, and will use it.
-        with FileLock(home.prefect_lock, timeout=0):
-            # Compared again under the lock, because a run can have begun since the plan was made.
-            if not home.prefect_complete.exists() or _of_prefect(home) != trace:
-                return False
-            # The marker first: what a kill leaves then is deleted by the next run.
-            home.prefect_complete.unlink()
-            for file in home.prefect.glob("prefect.db*"):
-                file.unlink()
-    except Timeout:
+    path = Path(*trace.where)
+    if not path.exists() or _of_folder(trace.kind, path, home) != trace:
         return False
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
     return True
 
 
@@ -591,20 +571,6 @@ def _votes(run: Path) -> Reason | None:
 
 def _size(path: Path) -> int:
     return bytes_below(path) if path.is_dir() else path.stat().st_size
-
-
-def _of_prefect(home: Home) -> Trace:
-    files = [file.stat() for file in home.prefect.glob("prefect.db*")]
-    own = None
-    # `EmbeddedPrefect` sets the time of a database that it uses, before its run has written a state.
-    if any(file.st_mtime > time.time() - _STARTING_SECONDS for file in files):
-        own = Reason.IN_USE
-    for state in filter(None, map(read_state, home.run_states())):
-        if state["state"] == "running" and process_of(state).alive() is not False:
-            own = Reason.IN_USE
-    created = home.prefect_complete.stat().st_mtime
-    size = sum(file.st_size for file in files)
-    return Trace("prefect", "prefect.db", (str(home.prefect),), size, created, own=own)
 
 
 def _of_pipeline(runs: list[PastRun], share: int, home: Home) -> Trace:

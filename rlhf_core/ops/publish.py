@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 from yaml import YAMLError
 
 from rlhf_core.config.address import is_hub_model
-from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.redact import scrubbed
 from rlhf_core.data.hub import cached_card
 from rlhf_core.errors import InputError
 from rlhf_core.evaluation.measures import MEASURES, NOT_IDENTIFIED, endless_models, results_of, titles_of
 from rlhf_core.evaluation.statistics import failed_sets, regression_differences, units
-from rlhf_core.pipeline import STAGES
+from rlhf_core.pipeline import STAGES, PolicyStage
 from rlhf_core.run.registered_policies import RegisteredPolicy, RegisteredVersion
 from rlhf_core.system.files import TEMPORARY, delete_abandoned, held, write_atomic
 

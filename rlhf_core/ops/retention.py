@@ -21,7 +21,6 @@ younger, or if its policy is kept:
     evaluations    all other artifacts without weights
     mlflow         runs in MLflow, with their artifacts
     runs, logs     folders of runs in `run.home`
-    prefect        the database of Prefect that `rlhf run` has in `run.home`
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from pathlib import Path
 from rlhf_core.storage.fencing import Claim
 from rlhf_core.storage.inventory import ArtifactName, Inventory, Leftover, StoredArtifact, Unfinished
 
-KINDS = ("data", "evaluations", "mlflow", "runs", "logs", "prefect")
+KINDS = ("data", "evaluations", "mlflow", "runs", "logs")
 """What `--also` can name."""
 UNFINISHED_SECONDS = 7 * 86_400.0
 """For this time, what a stage has begun and not finished is kept in any case, with what it reads. The default

@@ -18,8 +18,8 @@ one is continued. Held-out prompts are the same in all rounds.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from rlhf_core.config.evaluate import SampleConfig
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.errors import GateFailed, InputError, VotesNeeded, checking
 from rlhf_core.evaluation.measures import MEASURES, titles_of
-from rlhf_core.ops.api import run_pipeline
+from rlhf_core.ops.api import run_file, run_pipeline
 from rlhf_core.ops.review import open_review, votes_command
 from rlhf_core.pipeline import END_OF_ROUND, EndOfRound
 from rlhf_core.run.checks import CheckedConfig, load_and_check, remember_check
@@ -36,6 +36,16 @@ from rlhf_core.run.references import resolve_kept
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What became of the rounds."""
+
+    summaries: list[dict[str, Any]]
+    """Summaries of the finished rounds."""
+    votes_needed: str | None = None
+    """What people must do before the next round; None if all rounds are finished."""
 
 
 def run_rounds(
@@ -65,25 +75,57 @@ def run_rounds(
     # Each round is the first configuration with further overrides, so that no round inherits from another
     # one.
     tree = config.model_dump(mode="json", by_alias=True)
-    summaries: list[dict[str, Any]] = []
-    with pinned_rounds(config) as pins:
-        for _ in range(rounds):
-            overrides = [*pins, *round_overrides(config, summaries)]
-            own = config_from_tree(tree, "the configuration", overrides)
-            summaries.append(run(own, tags=tags, until=until))
-    return summaries
+
+    def run_round(overrides: Sequence[str]) -> dict[str, Any]:
+        return run(config_from_tree(tree, "the configuration", overrides), tags=tags, until=until)
+
+    done = each_round(config, rounds, run_round)
+    if done.votes_needed is not None:
+        raise VotesNeeded(done.votes_needed)
+    return done.summaries
 
 
-@contextmanager
-def pinned_rounds(config: PipelineConfig) -> Iterator[list[str]]:
-    """Yield overrides that name the versions of references by their numbers: a policy of an earlier round can
-    become the champion that `model.path` refers to.
+def run_rounds_of_file(
+    config: str, number: int, overrides: Sequence[str], until: EndOfRound = END_OF_ROUND
+) -> Rounds:
+    """Run the rounds of a configuration file as the flow `rlhf-rounds` does.
 
-    They are the same for rounds that were interrupted and are continued.
+    Args:
+        config: YAML file.
+        number: Number of rounds.
+        overrides: Fields to override in all rounds.
+        until: Last stage of each round.
+
+    Raises the errors of `run_rounds`, except VotesNeeded.
     """
+
+    def run_round(own: Sequence[str]) -> dict[str, Any]:
+        return run_file(config, (*overrides, *own), until=until)
+
+    return each_round(load_config(config, overrides), number, run_round)
+
+
+def each_round(
+    config: PipelineConfig, number: int, run_round: Callable[[Sequence[str]], dict[str, Any]]
+) -> Rounds:
+    """Call `run_round` with the overrides of each round, until votes of people are needed.
+
+    Args:
+        config: The configuration of the first round.
+        number: Number of rounds.
+        run_round: Runs a round and returns its summary.
+    """
+    summaries: list[dict[str, Any]] = []
+    # Versions of references by their numbers: a policy of an earlier round can become the champion that
+    # `model.path` refers to. They are the same for rounds that were interrupted and are continued.
     resolved, kept = resolve_kept(config, "rounds")
-    with kept.until_finished():
-        yield resolved.pins
+    try:
+        with kept.until_finished():
+            for _ in range(number):
+                summaries.append(run_round((*resolved.pins, *round_overrides(config, summaries))))
+    except VotesNeeded as needed:
+        return Rounds(summaries, needed.message)
+    return Rounds(summaries)
 
 
 def check_rounds(rounds: int) -> None:

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.config.keys import given_tracking_uri
 from rlhf_core.errors import CorruptArtifact, InputError, StoreError
 from rlhf_core.evaluation.policy_files import CONFIGURED_BY, PolicyFiles, files_made_with, policy_stage
-from rlhf_core.pipeline import StageName
+from rlhf_core.pipeline import PolicyStage, StageName
 from rlhf_core.storage.artifacts import ArtifactStore, parse_artifact_address
 from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.champions import BASE, CHAMPION, WEIGHTS, find_version, usable_version
-from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, sqlite_path
+from rlhf_core.tracking.mlflow_client import Mlflow, ModelVersion, check_exists, open_registry
 from rlhf_core.tracking.tracker import open_tracking
 from rlhf_core.types import ArtifactRef
 
@@ -81,31 +80,13 @@ class RegisteredPolicy(RegisteredVersion):
         return self.version.tags[WEIGHTS]
 
 
-def open_registry(home: str) -> Mlflow:
-    """Return the registry at MLFLOW_TRACKING_URI, else that in the folder `home`.
-
-    Raises InputError if the folder has no database of MLflow.
-    """
-    return registry_of(
-        # The commands that call this have no configuration. Only home and environment decide the address.
-        PipelineConfig.model_validate({"run": {"home": str(Home.of(home).path)}}),
-        field="this folder has no runs (--home)",
-    )
-
-
 def registry_of(config: PipelineConfig, field: str = "run.home") -> Mlflow:
     """Return the registry of a configuration.
 
     Raises InputError, which names `field`, if the database of MLflow does not exist.
     """
     mlflow = open_tracking(config).mlflow
-    database = sqlite_path(mlflow.uri)
-    # MLflow would create an empty database there.
-    if database is not None and not database.is_file():
-        fix = "name the folder of the runs, or set MLFLOW_TRACKING_URI"
-        if given_tracking_uri(config) is not None:
-            field, fix = "tracking.uri (or MLFLOW_TRACKING_URI)", "name that of the runs"
-        raise InputError(f"{field}: there is no database of MLflow at {database}; {fix}")
+    check_exists(mlflow, field, given=given_tracking_uri(config) is not None)
     return mlflow
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.evaluation.measures import (
     LENGTH_CONTROLLED,
     MEASURES,
@@ -18,7 +17,7 @@ from rlhf_core.evaluation.measures import (
     flat_name,
     titles_of,
 )
-from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.pipeline import POLICIES, STAGES, StageName
 from rlhf_core.types import Findings
 
 if TYPE_CHECKING:

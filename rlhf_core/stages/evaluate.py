@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.data.dataset import load_pairs, load_prompts
 from rlhf_core.data.prompt_sets import with_room
 from rlhf_core.data.tokenizer import load_decoder
@@ -60,6 +59,7 @@ from rlhf_core.evaluation.summary import (
     sample_rows,
     without_masked,
 )
+from rlhf_core.pipeline import POLICIES
 from rlhf_core.ppo.watching.guards import in_words
 from rlhf_core.ppo.watching.selection import read_evaluations
 from rlhf_core.record.schema import PREFERENCE, REWARD

@@ -3,7 +3,7 @@
 home/
 ├── runs/<run>/              run.json and progress.json (for `rlhf status`), summary.json; tune/ during
 │                            `rlhf tune`, replay/ during `rlhf replay`
-├── logs/                    rlhf.log, prefect.log; <run>/<stage>-01.log
+├── logs/                    rlhf.log; <run>/<stage>-01.log
 ├── work/<stage>-<key>/      scratch files of the attempts; <stage>-<key>.lock, see files.held
 ├── stacks/                  Python stacks of processes that stalled
 ├── references/              versions that references of unfinished runs stand for
@@ -14,7 +14,7 @@ home/
 ├── spool/                   metrics that MLflow has not received
 ├── store/                   artifacts and checkpoints, if no other store is configured
 ├── mlflow.db, mlartifacts/  the tracker, if no other is configured
-├── prefect/                 Prefect's database for `rlhf run`; profiles.toml for clients of `rlhf up`
+├── prefect/                 profiles.toml for Prefect's clients of `rlhf up`
 └── servers/                 state, password, databases and logs of `rlhf up`
 """
 
@@ -125,13 +125,7 @@ class Home:
         self.mlflow_database = path / "mlflow.db"
         self.mlflow_artifacts = mlflow_artifacts_of(self.mlflow_database)
 
-        self.prefect = path / "prefect"
-        """Folder of the Prefect server that `rlhf run` starts."""
-        self.prefect_complete = self.prefect / "complete"
-        """Marks a complete database of that server. It is as old as the database."""
-        self.prefect_lock = self.prefect / ".lock"
-        """Held while the database is created or deleted."""
-        self.prefect_profiles = self.prefect / "profiles.toml"
+        self.prefect_profiles = path / "prefect" / "profiles.toml"
         """Settings of Prefect clients for the server of `rlhf up`."""
 
         self.servers = path / "servers"

@@ -290,8 +290,6 @@ class SupervisedProcess:
     """Whether all processes of its process group are killed with it. False for a worker, whose flow runs must
     survive.
     """
-    parent_death_signal: int = signal.SIGTERM
-    """Sent to the process when this process ends."""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     restarts: int = field(default=0, init=False)
     """Number of consecutive restarts."""
@@ -335,7 +333,7 @@ class SupervisedProcess:
             log_file=self.log_file,
             # Not the current folder: Prefect would read settings from the files there.
             working_folder=self.log_file.parent,
-            parent_death_signal=self.parent_death_signal,
+            parent_death_signal=signal.SIGTERM,
         )
 
     def id(self) -> ProcessId | None:

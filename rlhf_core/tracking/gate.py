@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_core.config.evaluate import PolicyStage
 from rlhf_core.errors import RLHFError
 from rlhf_core.evaluation.measures import NOT_IDENTIFIED, results_of
 from rlhf_core.evaluation.statistics import Verdicts, failed_sets, regression_differences, units
+from rlhf_core.pipeline import PolicyStage
 
 BETS = (0.1, 0.2, 0.4)
 """Values of lambda. Each is the best bet on a win rate of (1 + lambda) / 2 among prompts without a tie."""

@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from rlhf_core.config.redact import is_secret, printable, scrubbed
-from rlhf_core.tracking.database import artifacts_of, ensure_database
+from rlhf_core.errors import ConfigError, InputError
+from rlhf_core.system.home import Home
+from rlhf_core.tracking.database import artifacts_of, ensure_database, tracker_problem
 
 _T = TypeVar("_T")
 
@@ -498,6 +500,45 @@ def sqlite_path(uri: str) -> Path | None:
         return None
     # As in SQLAlchemy, the path begins after the third slash, and is relative without a fourth one.
     return Path(urlsplit(uri).path.removeprefix("/") or ".").absolute()
+
+
+def mlflow_at(uri: str, experiment: str = "") -> Mlflow:
+    """Return the client of the tracker at `uri`. Connects to nothing.
+
+    Raises ConfigError for an address that cannot be a tracker.
+    """
+    if problem := tracker_problem(uri):
+        raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
+    if database := sqlite_path(uri):
+        uri = f"sqlite:///{database}"
+    return Mlflow(uri, experiment)
+
+
+def open_registry(home: str) -> Mlflow:
+    """Return the registry at MLFLOW_TRACKING_URI, else that in the folder `home`.
+
+    Raises InputError if the folder has no database of MLflow.
+    """
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow = mlflow_at(given or f"sqlite:///{Home.of(home).mlflow_database}")
+    check_exists(mlflow, "this folder has no runs (--home)", given=bool(given))
+    return mlflow
+
+
+def check_exists(mlflow: Mlflow, field: str, *, given: bool) -> None:
+    """Raise InputError if the tracker is a file that does not exist: MLflow would create an empty database.
+
+    Args:
+        mlflow: The tracker.
+        field: Name of the setting with its folder.
+        given: Whether its address was given instead.
+    """
+    database = sqlite_path(mlflow.uri)
+    if database is not None and not database.is_file():
+        fix = "name the folder of the runs, or set MLFLOW_TRACKING_URI"
+        if given:
+            field, fix = "tracking.uri (or MLFLOW_TRACKING_URI)", "name that of the runs"
+        raise InputError(f"{field}: there is no database of MLflow at {database}; {fix}")
 
 
 def clean_name(name: str) -> str:

@@ -28,7 +28,6 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.also import Copies
-from rlhf_core.tracking.check import tracker_problem
 from rlhf_core.tracking.database import MACHINE_LEARNING, ui_command
 from rlhf_core.tracking.mlflow_client import (
     COLUMNS_KEY,
@@ -39,8 +38,8 @@ from rlhf_core.tracking.mlflow_client import (
     attempt,
     clean_name,
     describe_failure,
+    mlflow_at,
     shorten_timeouts,
-    sqlite_path,
 )
 from rlhf_core.tracking.registry import has_version, why_outdated
 from rlhf_core.tracking.stage_run import MS_PER_STEP, Pauses, Spool, StageRun, next_attempt
@@ -76,13 +75,9 @@ def open_tracking(config: PipelineConfig) -> Tracking:
     # MLFLOW_TRACKING_URI may have a password: only the configuration is written to manifests and to MLflow.
     if problem := credential_problem(config.tracking.uri or "", instead):
         raise ConfigError(f"tracking.uri: {problem}")
-    uri = tracking_uri(config)
-    if problem := tracker_problem(uri):
-        raise ConfigError(f"tracking.uri (or MLFLOW_TRACKING_URI): {problem}")
-    if database := sqlite_path(uri):
-        uri = f"sqlite:///{database}"
+    mlflow = mlflow_at(tracking_uri(config), config.experiment)
     copies = partial(Copies, config.tracking.also, home.path / "also", config.experiment)
-    return Tracking(Mlflow(uri, config.experiment), home.spool, config.tracking.system_metrics, copies=copies)
+    return Tracking(mlflow, home.spool, config.tracking.system_metrics, copies=copies)
 
 
 @dataclass

@@ -25,14 +25,13 @@ from tests.chaos.harness import STAGES, Case, Golden, Result, run_case
 
 PREFACE = """# Kills of a run
 
-Each row summarises runs of one stage of `tests/assets/tiny.yaml`, with the real Prefect, DeepSpeed, Ray, vLLM
-and MLflow on the CPU. Each run gets one to three SIGKILLs. The same command is run again until it succeeds.
+Each row summarises runs of one stage of `tests/assets/tiny.yaml`, with the real DeepSpeed, Ray, vLLM and
+MLflow on the CPU. Each run gets one to three SIGKILLs. The same command is run again until it succeeds.
 
-- **at a point**: the process that reaches a `failpoint(...)` of the code is killed there: the flow, the
+- **at a point**: the process that reaches a `failpoint(...)` of the code is killed there: the command, the
   stage, a training rank, a Ray worker or an engine. Points and passes (first, middle, last) are drawn at
   random until there are enough kills, so not all of them occur.
-- **a random process**: a random process is killed at a random time. The servers of Ray and Prefect are
-  included.
+- **a random process**: a random process is killed at a random time. The servers of Ray are included.
 - **same bits**: all files of the artifact, all metrics in it, all values of all metrics in MLflow (each
   once) and all files of the run there equal those of an undisturbed run. The record of rollouts is compared
   by its rows, because its files end where the stage was interrupted. Times and rates are not compared, and

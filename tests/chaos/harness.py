@@ -112,8 +112,7 @@ class Result:
 class Golden:
     """The undisturbed run below `folder`; made by the first use.
 
-    `overrides` are settings for all its runs, such as `ppo.steps=5`, and `environment` are variables of its
-    commands and of those of its cases.
+    `overrides` are settings for all its runs, such as `ppo.steps=5`.
     """
 
     def __init__(
@@ -121,11 +120,9 @@ class Golden:
         folder: Path,
         stages: Sequence[StageName] = STAGES,
         overrides: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self.overrides = overrides
-        self.environment = environment or {}
         self.points: dict[str, Counter[str]] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.seconds: dict[str, float] = {}
@@ -143,7 +140,7 @@ class Golden:
             trace = folder / f"trace-{stage}"
             trace.mkdir(parents=True)
             started = time.monotonic()
-            done = _command(home, stage, trace, self.environment, overrides)
+            done = _command(home, stage, trace, {}, overrides)
             out, _ = done.communicate(timeout=900)
             assert done.returncode == 0, out[-3000:]
             self.seconds[stage] = time.monotonic() - started
@@ -160,7 +157,7 @@ def run_case(golden: Golden, case: Case, folder: Path) -> Result:
     home, trace = folder / "home", folder / "trace"
     shutil.copytree(golden.before(case.stage), home)
     trace.mkdir()
-    environment = {**golden.environment, "RLHF_FAIL": ",".join(case.points), **dict(case.environment)}
+    environment = {"RLHF_FAIL": ",".join(case.points), **dict(case.environment)}
     killer = _Killer(
         trace, [share * golden.seconds[case.stage] for share in case.random], random.Random(case.seed)
     )
@@ -258,7 +255,6 @@ def _kind(pid: int) -> str:
         "ray::": "ray worker",
         "raylet": "raylet",
         "gcs_server": "gcs",
-        "uvicorn": "prefect server",
         "spawn_main": "training rank",
     }
     return next((name for part, name in known.items() if part in line), line[:40] or "gone")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ import pytest
 from rlhf_core.pipeline import StageName
 from tests.chaos.__main__ import negative_control
 from tests.chaos.harness import Case, Golden, read_passes, run_case
-from tests.support.prefect_server import prefect_server
 
 SAMPLE = (
     pytest.param(Case("data", ("data.encoded:1:kill", "bundle.uploaded:1:kill")), marks=pytest.mark.slow),
@@ -35,12 +33,9 @@ SAMPLE = (
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Golden]:
-    """Its commands use one Prefect server. Those of `make chaos` and of `test_flow` have their own."""
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
-        stages: tuple[StageName, ...] = ("data", "sft", "reward", "ppo")
-        folder = tmp_path_factory.mktemp("golden")
-        yield Golden(folder, stages, environment=server.environment)
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    stages: tuple[StageName, ...] = ("data", "sft", "reward", "ppo")
+    return Golden(tmp_path_factory.mktemp("golden"), stages)
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: f"{case.stage}-{case.points[0]}")

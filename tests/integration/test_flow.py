@@ -1,16 +1,17 @@
-"""The command line with real Prefect, real child processes, real store and MLflow, around stages that only
-count.
+"""The command line with real child processes, real store and MLflow, around stages that only count; with a
+Prefect server and without one.
 
 - a stage whose process is killed is tried again and continues from its checkpoint; the run ends with its
   summary
 - typed again, every stage shows as `Skipped` in Prefect and nothing is made again, in the same MLflow run
-- `run_pipeline`, without Prefect, reuses what the command made, and the other way round
+- a server that does not answer is a warning; without one, Prefect is not imported
+- `run_pipeline` reuses what the command made, and the other way round
 - of two of the same command at once, the second waits for the first and reuses what it made
 - kill -9 of the flow leaves no process behind, and the same command continues from the checkpoint
-- its servers listen on loopback; Ctrl-C stops the stage's process, says how to continue and ends with 130;
-  twice, at once
+- Ctrl-C stops the stage's process, says how to continue and ends with 130; twice, at once; SIGTERM likewise
+  with 143
 - a secret in the words of a failing stage is in no log and no database afterwards
-- Prefect's storage holds no pickle, and nothing else
+- Prefect's folder holds no pickle, and its storage nothing
 - files of the working folder are neither imported nor taken for settings
 - a stage's InputError ends the command with 2, without a second try and without a traceback
 """
@@ -19,13 +20,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,6 @@ import pytest
 
 from rlhf_core.system.processes import ProcessId, processes_with_env
 from tests.support import secret_search
-from tests.support.listening_sockets import beyond_loopback, listeners
 from tests.support.prefect_server import PrefectServer, prefect_server
 from tests.unit.test_public_api import WITHOUT_PREFECT
 
@@ -105,23 +106,23 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[PrefectServer]:
-    """As the server that `rlhf run` starts."""
-    with prefect_server(home) as server:
+    with prefect_server(home / "prefect") as server:
         yield server
 
 
 @pytest.fixture
-def command(home: Path, server: PrefectServer, tmp_path: Path, request: pytest.FixtureRequest) -> Command:
+def command(home: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Command:
     """`rlhf run` of a two-stage pipeline that shares nothing with those of other tests but databases, store
-    and, unless it is to start its own, Prefect's server.
+    and, with `served`, Prefect's server.
     """
     toys = tmp_path / "toys"
     toys.mkdir()
-    name = request.node.name[:40].replace("_", "-")
+    name = re.sub(r"\W+|_", "-", request.node.name)[:40].rstrip("-")
+    seed = zlib.crc32(request.node.name.encode()) % 10**6
     (toys / "sitecustomize.py").write_text(STAGES)
     config = tmp_path / "toy.yaml"
     config.write_text(
-        f"run: {{name: {name}, seed: {zlib.crc32(name.encode()) % 10**6}, home: {home}, device: cpu, threads:"
+        f"run: {{name: {name}, seed: {seed}, home: {home}, device: cpu, threads:"
         " 1, prepare_next: false}\nppo: {steps: 4}\ntracking: {system_metrics: false}\n"
     )
     environment = {
@@ -137,13 +138,14 @@ def command(home: Path, server: PrefectServer, tmp_path: Path, request: pytest.F
         fault: str = "none:0:none",
         until: str = "sft",
         folder: Path | None = None,
-        own_server: bool = False,
+        served: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[str]:
-        used = {} if own_server else server.environment
+        used = request.getfixturevalue("server").environment if served else {}
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "rlhf_cli.main", "run", str(config), "--until", until],
             cwd=folder,
-            env={**environment, **used, "TOY_FAULT": fault},
+            env={**environment, **used, **(variables or {}), "TOY_FAULT": fault},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -238,10 +240,11 @@ def test_library_without_prefect_reuses_what_the_command_made(command: Command, 
     assert all(entry["reused"] for entry in summary_of(finish(command())[0])["stages"].values())
 
 
+@pytest.mark.parametrize("served", [True, False])
 def test_a_killed_stage_continues_and_the_second_run_reuses_all(
-    command: Command, home: Path, tmp_path: Path
+    served: bool, command: Command, home: Path, tmp_path: Path
 ) -> None:
-    out, err = finish(command("sft:2:kill", own_server=True))
+    out, err = finish(command("sft:2:kill", served=served))
     first = summary_of(out)
     assert "trying again from the last checkpoint" in err
     assert {name: entry["reused"] for name, entry in first["stages"].items()} == {"data": False, "sft": False}
@@ -250,15 +253,17 @@ def test_a_killed_stage_continues_and_the_second_run_reuses_all(
     assert first["weights_sha256"] == "w", "those of the last stage that has weights"
     artifact = Path(first["stages"]["sft"]["artifact"].removeprefix("file://"))
     assert json.loads((artifact / "start.json").read_text()) == {"start": 2, "inputs": ["data"]}
-    assert task_states(home) == ["Completed", "Completed"]
+    if served:
+        assert task_states(home) == ["Completed", "Completed"]
 
     logs = sorted((home / "logs").rglob("*-??.log"))
-    second = summary_of(finish(command())[0])
+    second = summary_of(finish(command(served=served))[0])
     assert all(entry["reused"] for entry in second["stages"].values())
     assert second["stages"]["sft"]["artifact"] == first["stages"]["sft"]["artifact"]
     assert second["mlflow_run_id"] == first["mlflow_run_id"]
     assert sorted((home / "logs").rglob("*-??.log")) == logs
-    assert task_states(home) == ["Skipped", "Skipped"]
+    if served:
+        assert task_states(home) == ["Skipped", "Skipped"]
     # Once, and of these stages there is no other main metric.
     assert [name for name, _ in metrics_of(home, second["mlflow_run_id"])] == ["hours"]
     assert nothing_left(tmp_path)
@@ -285,8 +290,11 @@ def test_second_concurrent_run_waits_and_reuses(command: Command, home: Path, tm
     assert nothing_left(tmp_path)
 
 
-def test_killed_flow_leaves_no_process_and_continues(command: Command, tmp_path: Path) -> None:
-    process = command("data:3:hang", until="data", own_server=True)
+@pytest.mark.parametrize("served", [True, False])
+def test_killed_command_leaves_no_process_and_continues(
+    served: bool, command: Command, tmp_path: Path
+) -> None:
+    process = command("data:3:hang", until="data", served=served)
     stage = wait_for(tmp_path / "hang", process)
     process.kill()
     process.communicate(timeout=10)
@@ -296,19 +304,35 @@ def test_killed_flow_leaves_no_process_and_continues(command: Command, tmp_path:
     assert summary["stages"]["data"]["metrics"]["start"] == 3
 
 
-def test_ctrl_c_stops_the_stage(command: Command, home: Path, tmp_path: Path) -> None:
-    process = command("data:1:hang", until="data", own_server=True)
+@pytest.mark.parametrize("served", [True, False])
+@pytest.mark.parametrize(
+    ("number", "end"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM")]
+)
+def test_ctrl_c_and_sigterm_stop_the_stage(
+    number: signal.Signals, end: str, served: bool, command: Command, home: Path, tmp_path: Path
+) -> None:
+    process = command("data:1:hang", until="data", served=served)
     stage = wait_for(tmp_path / "hang", process)
-    listening = listeners(process.pid)
-    assert listening and beyond_loopback(listening) == []
-    process.send_signal(signal.SIGINT)
-    _, err = finish(process, 130)
-    assert err.splitlines()[-1] == "interrupted; type the same command again to continue from there"
+    process.send_signal(number)
+    _, err = finish(process, 128 + number)
+    assert err.splitlines()[-1] == f"{end}; type the same command again to continue from there"
     assert "Traceback" not in err
     assert not stage.alive()
     assert nothing_left(tmp_path)
-    (run,) = (home / "runs").glob("test-ctrl-c*/run.json")
-    assert json.loads(run.read_text())["state"] == "stopped"
+    states = [json.loads(file.read_text()) for file in (home / "runs").glob("test-ctrl-c*/run.json")]
+    [own] = [state for state in states if state["config"] == str(tmp_path / "toy.yaml")]
+    assert own["state"] == "stopped"
+
+
+def test_a_server_that_does_not_answer_is_a_warning(command: Command, tmp_path: Path) -> None:
+    away = {"PREFECT_API_URL": "http://127.0.0.1:9/api", "RLHF_NOTIFY": "slack-webhook/team"}
+    _, err = finish(command(until="data", variables=away))
+    assert "no Prefect server answers at http://127.0.0.1:9/api: this run is not shown there" in err
+    assert "RLHF_NOTIFY: no message is sent" in err
+    # With this module, the import of Prefect fails.
+    (tmp_path / "toys" / "prefect.py").write_text("raise ImportError('planted')\n")
+    _, err = finish(command())
+    assert "Prefect" not in err
 
 
 def test_second_ctrl_c_does_not_wait(command: Command, tmp_path: Path) -> None:
@@ -332,7 +356,7 @@ def test_secret_in_an_error_message_is_stored_nowhere(command: Command, home: Pa
 
 
 def test_prefect_keeps_no_pickle(command: Command, home: Path) -> None:
-    finish(command(until="data", own_server=True))
+    finish(command(until="data", served=True))
     stored = [
         path
         for path in (home / "prefect").rglob("*")
@@ -388,5 +412,6 @@ def test_files_of_the_working_folder_are_not_used(command: Command, tmp_path: Pa
     (folder / "prefect.toml").write_text(f'profiles_path = "none"\n[logging]\nconfig_path = "{logging}"\n')
     (folder / "pyproject.toml").write_text(f'[tool.prefect.logging]\nconfig_path = "{logging}"\n')
     (folder / "matplotlibrc").write_text("text.usetex: True\n")
-    finish(command(until="data", folder=folder, own_server=True))
+    for served in (True, False):
+        finish(command(until="data", folder=folder, served=served))
     assert not ran.exists(), ran.read_text()

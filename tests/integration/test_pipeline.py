@@ -1,7 +1,7 @@
 """The whole pipeline on the real stack, as `rlhf run` runs it.
 
-- against a real S3-compatible server every stage ends well and leaves what the summary, MLflow and the store
-  promise
+- with a Prefect server and a real S3-compatible one every stage ends well and leaves what the summary, MLflow
+  and the store promise
 - the secrets in its environment are found nowhere afterwards
 - typed again, every stage is reused and nothing changes
 - the PPO trajectory (reward, KL, losses, gradient norms per step) is the pinned one
@@ -29,6 +29,7 @@ from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.mlflow_client import MAIN_METRICS
 from tests.support import secret_search
+from tests.support.prefect_server import prefect_server
 from tests.unit.ppo.watching.test_guards import FAILURES
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -94,7 +95,7 @@ def run_tiny(
 
 
 class Golden:
-    """One uninterrupted run on S3."""
+    """One uninterrupted run on S3, through the flow of a Prefect server."""
 
     def __init__(self, home: Path, url: str, temporary: Path, *arguments: str) -> None:
         """`temporary`: for temporary files; Ray's sockets allow for a short path only. `arguments`: of `rlhf
@@ -110,9 +111,16 @@ class Golden:
             (self.folder / f"{name}.py").write_text(
                 "raise SystemExit('a file of the working folder was run')\n"
             )
-        self.summary, self.output, self.seconds = run_tiny(
-            home, f"store.url={url}", *arguments, folder=self.folder, TMPDIR=str(temporary)
-        )
+        # In the home, where the secrets are looked for. The other runs here have no server.
+        with prefect_server(home / "prefect") as server:
+            self.summary, self.output, self.seconds = run_tiny(
+                home,
+                f"store.url={url}",
+                *arguments,
+                folder=self.folder,
+                TMPDIR=str(temporary),
+                **server.environment,
+            )
 
     def fetch(self, stage: StageName, summary: dict[str, Any] | None = None) -> Path:
         """The verified artifact folder of a stage, of this run or of the one with `summary`."""

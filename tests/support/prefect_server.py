@@ -1,45 +1,62 @@
-"""A Prefect server that several commands of a test share. Its start takes longer than that of a command."""
+"""A Prefect server, as `rlhf up` starts it, that several commands of a test share."""
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-COMMAND = """
-import json, os, sys
-from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
-from rlhf_core.system.home import Home
-
-server = EmbeddedPrefect(Home.of(sys.argv[1]))
-server.wait()
-settings = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_")}
-print(json.dumps([server.pid, server.url, server.auth, settings]), flush=True)
-sys.stdin.read()
-"""
+from rlhf_core.ops.servers.prefect_server import new_auth_string, server_command, server_environment
+from rlhf_core.system.processes import free_port
+from rlhf_core.system.serving import responds
 
 
 class PrefectServer(NamedTuple):
-    """The server of `rlhf run`, started by a command of its own."""
+    """A server with its files in `folder`."""
 
-    command: subprocess.Popen[str]
-    home: Path
-    pid: int
+    process: subprocess.Popen[bytes]
+    folder: Path
     url: str
     auth: str
     environment: dict[str, str]
-    """The variables by which other commands use it, with the settings that they would make themselves."""
+    """The variables by which commands use it."""
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "prefect.log"
 
 
 @contextmanager
-def prefect_server(home: Path) -> Iterator[PrefectServer]:
-    """Start the server with its files in `home`. It ends with the block, or with this process."""
-    arguments = [sys.executable, "-c", COMMAND, str(home)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as command:
-        assert command.stdout is not None
-        yield PrefectServer(command, home, *json.loads(command.stdout.readline()))
-        command.kill()
+def prefect_server(folder: Path) -> Iterator[PrefectServer]:
+    """Start the server. It ends with the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port, auth = free_port(), new_auth_string()
+    environment = server_environment(folder, auth, port)
+    # The types of blocks are a third of the start.
+    own = {"PREFECT_UI_ENABLED": "0", "PREFECT_API_BLOCKS_REGISTER_ON_START": "false"}
+    with (
+        (folder / "prefect.log").open("wb") as log,
+        subprocess.Popen(
+            server_command(port, "error"),
+            env={**os.environ, **environment, **own, "PREFECT__SERVER_EPHEMERAL": "1"},
+            # Not the current folder: Prefect would read settings from the files there.
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+        ) as process,
+    ):
+        try:
+            url = environment["PREFECT_API_URL"]
+            deadline = time.monotonic() + 120
+            while not responds(f"{url}/health"):
+                assert process.poll() is None and time.monotonic() < deadline, log.name
+                time.sleep(0.1)
+            # Each batch of log lines locks the database.
+            client = {**environment, "PREFECT_LOGGING_TO_API_ENABLED": "false"}
+            yield PrefectServer(process, folder, url, auth, client)
+        finally:
+            process.kill()

@@ -28,7 +28,6 @@ CALLS = {
 BOUNDED = {
     "rlhf_core/ops/review.py: review.result()": "what votes say, no wait",
     "rlhf_core/ops/review.py: self.result()": "the same",
-    "rlhf_cli/runs.py: server.wait()": "a server of ours that the user ends with Ctrl-C",
     "rlhf_core/run/checks.py: _CHECKED.get()": "a context variable",
     "rlhf_core/run/display.py: _DISPLAY.get()": "a context variable",
     "rlhf_core/storage/s3.py: _digest_of_upload.get()": "a context variable",

@@ -20,12 +20,11 @@ import math
 from dataclasses import dataclass
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.evaluate import POLICIES
 from rlhf_core.config.keys import is_enabled, stages_made
 from rlhf_core.config.placement import Group, plan
 from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.models.shape import ModelShape
-from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
+from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, POLICIES, StageName
 from rlhf_core.planning.hardware import Hardware
 from rlhf_core.planning.loads import (
     PPO,

@@ -44,8 +44,7 @@ from rlhf_core.system.processes import (
     wait_gone,
 )
 from rlhf_core.system.serving import post, responds
-from rlhf_core.tracking.check import tracker_problem
-from rlhf_core.tracking.database import training_page, ui_command
+from rlhf_core.tracking.database import tracker_problem, training_page, ui_command
 
 HOME_VARIABLE = "RLHF_SERVERS"
 """The home folder, in the environment of every process that `up` starts, flow runs and stages included."""

@@ -13,7 +13,8 @@ from rlhf_core.config.base import host_of, url_problem
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import RemoteReward
 from rlhf_core.storage.store import endpoint_problem
-from rlhf_core.tracking.check import check_tracking, tracker_problem
+from rlhf_core.tracking.check import check_tracking
+from rlhf_core.tracking.database import tracker_problem
 
 
 @pytest.mark.parametrize(

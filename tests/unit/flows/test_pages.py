@@ -17,7 +17,6 @@ import pytest
 from prefect.client.schemas.actions import ArtifactCreate
 
 from flows import pages
-from flows.isolated import EMBEDDED
 from flows.pages import _artifact_key, describe
 from rlhf_core.ops.servers.reconcile import COMMAND_TAG, PROCESS_LABEL
 from rlhf_core.pipeline import STAGES
@@ -51,7 +50,6 @@ def test_the_runs_inside_a_command_have_its_process_and_those_of_a_deployment_ha
         update_flow_run=lambda name, tags: changes.append((name, tags)),
     )
     monkeypatch.setattr(pages, "get_client", lambda sync_client: nullcontext(client))
-    monkeypatch.delenv(EMBEDDED, raising=False)
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "round")
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ROOT_FLOW_RUN_ID", "rounds")
     pages.publish_process()

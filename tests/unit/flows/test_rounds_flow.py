@@ -5,11 +5,13 @@
   exit code 4; Prefect returns what the flow has made, and the table has the rows of the votes
 - an error before a round is a notification; that of a round is sent by the round's own flow
 - the command checks the configuration of the first round, which reuses the check, and prints the table
+- without a server, the command runs the rounds without the flow, to the same end
 - a number of rounds below 1 is an error before anything starts
 """
 
 from __future__ import annotations
 
+import os
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,14 @@ import pytest
 
 from flows import rounds as rounds_flow
 from flows.notify import notify_failure
-from flows.rounds import Rounds, end_of_rounds, rounds, run_rounds_with
+from flows.rounds import end_of_rounds, rounds, run_rounds_with
 from rlhf_cli.main import main
 from rlhf_cli.runs import print_end
-from rlhf_core.errors import DataError, RLHFError
+from rlhf_core.errors import DataError, RLHFError, VotesNeeded
 from rlhf_core.evaluation.review import AnswersToPrompt, SampledAnswer
+from rlhf_core.ops import rounds as direct
 from rlhf_core.ops.review import open_review, record_votes
-from rlhf_core.ops.rounds import check_first_round
+from rlhf_core.ops.rounds import Rounds, check_first_round, run_rounds_of_file
 from rlhf_core.run.checks import reuse_or_check
 from tests.support.prefect_api import PrefectApi
 from tests.support.sampled_run import made_run, save_votes
@@ -127,7 +130,10 @@ def test_an_error_is_one_notification(case: str, tmp_path: Path, api: PrefectApi
         assert api.messages == [("demo-seed0-a1 failed", f"{type(error.value).__name__}: {error.value}")]
 
 
-def test_the_first_round_reuses_the_check_of_the_command(tmp_path: Path) -> None:
+@pytest.mark.parametrize("served", [True, False])
+def test_the_first_round_reuses_the_check_of_the_command(
+    served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = ("ppo.steps=3", f"run.home={tmp_path}", f"store.url={tmp_path}/store")
     reused: list[bool] = []
 
@@ -139,10 +145,43 @@ def test_the_first_round_reuses_the_check_of_the_command(tmp_path: Path) -> None
             reused.append(reuse_or_check(config, overrides) is checked)
             return summary_of(1)
 
-        run_rounds_with(pipeline, DEMO, 1, given)
+        if served:
+            run_rounds_with(pipeline, DEMO, 1, given)
+        else:
+            monkeypatch.setattr(direct, "run_file", pipeline)
+            run_rounds_of_file(DEMO, 1, given)
 
     copy_context().run(check)  # the check is remembered in the context
     assert reused == [True]
+
+
+@pytest.mark.parametrize("voted", [True, False])
+def test_without_a_server_the_command_runs_the_rounds_itself(
+    voted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only a copy is changed by the command.
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    monkeypatch.setattr(os, "environ", environment)
+    calls: list[Any] = []
+
+    def run_file(config: str, overrides: tuple[str, ...], until: str) -> dict[str, Any]:
+        calls.append((config, overrides[1:], until))
+        return summary_of(len(calls))
+
+    def rows_of_votes(*_: object) -> Path:
+        if voted:
+            return tmp_path / "rows.jsonl"
+        raise VotesNeeded("open the page")
+
+    monkeypatch.setattr(direct, "run_file", run_file)
+    monkeypatch.setattr(direct, "rows_of_votes", rows_of_votes)
+    given = ("sample.judge=people", f"store.url={tmp_path}/store")
+    command = ["rounds", DEMO, *given, "--until", "sample", "--home", str(tmp_path)]
+    assert copy_context().run(main, command) == (0 if voted else 4)
+    assert len(calls) == (2 if voted else 1)
+    assert calls[0] == (DEMO, given, "sample")
+    printed = capsys.readouterr().out
+    assert ("demo-2" in printed, "open the page" in printed) == (voted, not voted)
 
 
 def test_the_table_of_the_rounds_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 - nothing without `--also`; with it, what is older than the age of its kind, and of no run that is kept
 - a run is kept if its policy is, while it is young or unfinished, or if people have voted
 - runs in MLflow are deleted for good, also after a kill, and not if they ran again; nothing else in its trash
-- Prefect's database is deleted while nothing uses it
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from filelock import FileLock
 
 from rlhf_cli import main as cli
 from rlhf_core.errors import InputError
@@ -232,26 +230,6 @@ def test_a_pipeline_that_ran_again_in_the_meantime_is_kept(runs: OldRuns, home: 
         else:
             assert not remove_from_home(Home.of(home), trace)
     assert state.exists() and len(mlflow.past_runs()) == 2
-
-
-def test_the_database_of_prefect(home: Path) -> None:
-    place = Home.of(home)
-    place.prefect.mkdir()
-    place.prefect_complete.touch()
-    database = place.prefect / "prefect.db"
-    database.write_bytes(b"x" * 100)
-    [used] = traces_of_home(place)
-    assert (used.kind, used.size, used.own) == ("prefect", 100, Reason.IN_USE)
-    os.utime(database, (0, time.time() - 7200))
-    [trace] = traces_of_home(place)
-    assert trace.own is None
-    with FileLock(place.prefect_lock):
-        assert not remove_from_home(place, trace)
-    os.utime(database)
-    assert not remove_from_home(place, trace) and database.exists()
-    os.utime(database, (0, time.time() - 7200))
-    assert remove_from_home(place, trace)
-    assert not database.exists() and not place.prefect_complete.exists()
 
 
 def test_logs_of_no_run_are_as_old_as_their_files(home: Path) -> None:

@@ -1,10 +1,9 @@
-"""The Prefect server of a single `rlhf run`.
+"""Prefect's application with our access checks, and a command that uses it.
 
-- if it is killed, it is restarted at the same address with the same data
-- it ends with the command, in every case
-- a run whose external server disappears still ends well
+- a run whose server disappears still ends well
 - a web page of another origin, opened in a real browser, can neither read nor change anything
-- a database whose creation was interrupted is replaced; concurrent writers wait for each other
+- it listens on loopback
+- concurrent writers wait for each other
 """
 
 from __future__ import annotations
@@ -26,59 +25,23 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rlhf_core.ops.prune import traces_of_home
-from rlhf_core.ops.retention import Reason
-from rlhf_core.ops.servers.prefect_server import EmbeddedPrefect
-from rlhf_core.system.home import Home
-from rlhf_core.system.processes import ProcessId, SupervisedProcess
-from rlhf_core.system.serving import basic_auth, post, responds
+from rlhf_core.system.serving import basic_auth, post
 from tests.chaos.harness import CONFIG, TRACE, read_passes
 from tests.chaos.servers import wait
+from tests.support.listening_sockets import beyond_loopback, listeners
 from tests.support.prefect_server import PrefectServer, prefect_server
-
-
-def listener(port: int) -> int | None:
-    """Return the pid of the server with this port on its command line."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"uvicorn" in words and str(port).encode() in words:
-            return int(folder.name)
-    return None
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectServer]:
-    """One server for all tests, because creating its database is slow. The last test ends it."""
+    """One server for all tests, because creating its database is slow."""
     with prefect_server(tmp_path_factory.mktemp("home")) as server:
         yield server
 
 
-def test_database_is_not_complete_after_an_interrupted_creation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(_: object) -> None:
-        raise KeyboardInterrupt
-
-    folder = tmp_path / "prefect"
-    folder.mkdir()
-    (folder / "prefect.db").write_bytes(b"the first migrations")
-    monkeypatch.setattr(SupervisedProcess, "ensure_running", killed)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(KeyboardInterrupt):
-        EmbeddedPrefect(Home.of(tmp_path))
-    assert not (folder / "prefect.db").exists()
-    assert not (folder / "complete").exists()
-    # A complete one is used from now on, also before the server has written to it.
-    for name in ("prefect.db", "complete"):
-        (folder / name).touch()
-        os.utime(folder / name, (0, 0))
-    assert [trace.own for trace in traces_of_home(Home.of(tmp_path))] == [None]
-    with pytest.raises(KeyboardInterrupt):
-        EmbeddedPrefect(Home.of(tmp_path))
-    assert [trace.own for trace in traces_of_home(Home.of(tmp_path))] == [Reason.IN_USE]
+def test_server_listens_on_loopback(server: PrefectServer) -> None:
+    listening = listeners(server.process.pid)
+    assert listening and beyond_loopback(listening) == []
 
 
 ATTACK = """
@@ -199,21 +162,7 @@ def test_concurrent_writers_wait_for_each_other(server: PrefectServer) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(write, range(6)))
-    assert "database is locked" not in (server.home / "logs" / "prefect.log").read_text()
-
-
-def test_server_is_restarted_when_killed_and_ends_with_the_command(server: PrefectServer) -> None:
-    post(f"{server.url}/variables/", {"name": "known", "value": "x"}, auth=server.auth)
-    os.kill(server.pid, signal.SIGKILL)
-    assert wait(lambda: not responds(f"{server.url}/health"), 10)
-    assert wait(lambda: responds(f"{server.url}/health"), 60)
-    variables = post(f"{server.url}/variables/filter", {}, auth=server.auth)
-    assert [variable["name"] for variable in variables] == ["known"]
-    new = listener(int(server.url.split(":")[2].partition("/")[0]))
-    assert new not in (None, server.pid)
-    process = ProcessId.of(new or 0)
-    server.command.kill()
-    assert process is not None and wait(lambda: not process.alive(), 10)
+    assert "database is locked" not in server.log.read_text()
 
 
 @pytest.mark.slow  # Prefect's client repeats its requests for some time
@@ -242,7 +191,7 @@ def test_run_ends_well_if_its_server_disappears(tmp_path: Path) -> None:
         ) as run:
             # The process of the stage takes a moment to end, so its flow has not reported it yet.
             assert wait(lambda: any(p.point == "stage.published" for p in read_passes(trace)), 120)
-            server.command.kill()
+            server.process.kill()
             out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
     assert "all stages are done, but Prefect's server did not take that (ConnectError)" in err
