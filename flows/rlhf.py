@@ -16,7 +16,7 @@ from flows.pages import flow_run_tags, publish_name, publish_process, publish_ru
 from flows.tasks import check_drift, run_stage
 from rlhf_core.config.base import Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from rlhf_core.config.load import DEFAULT_CONFIG, overrides_of
-from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, STAGES, StageName
+from rlhf_core.pipeline import FIRST_STAGE, LAST_STAGE, StageName
 from rlhf_core.run.checks import reuse_or_check
 from rlhf_core.run.pipeline_run import open_run
 
@@ -79,10 +79,17 @@ def rlhf(
     checked = reuse_or_check(config, overrides_of(fields, overrides), start=start, until=until)
     with open_run(checked, start, until, flow_run_tags()) as run:
         publish_name(run)
-        for stage in STAGES:
-            ref = run_stage(run, stage)
-            if stage == "data":
-                check_drift(run, ref)
+        data = run_stage(run, "data")
+        check_drift(run, data)
+        run_stage(run, "sft")
+        run_stage(run, "reward")
+        run_stage(run, "judge")
+        run_stage(run, "dpo")
+        run_stage(run, "ppo")
+        run_stage(run, "sample")
+        run_stage(run, "evaluate")
+        run_stage(run, "benchmark")
+        run_stage(run, "register")
         publish_run(run)
     summary = run.summary()
     notify_result(summary)

@@ -5,7 +5,7 @@
 
 Those in brackets are off by default; `reward` and `ppo` can be switched off. A stage reads the artifacts of
 all stages in its `inputs`. To add a stage, write `rlhf_core/stages/<name>.py` with
-`run(config, context) -> StageResult`, and add a row here.
+`run(config, context) -> StageResult`, add a row here, and call it in `flows/rlhf.py`.
 
 This module imports nothing heavy: the command line and the configuration use it.
 """

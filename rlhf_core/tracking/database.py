@@ -151,10 +151,6 @@ def ui_command(uri: str) -> str:
     return shlex.join([str(here), "ui", "--backend-store-uri", uri])
 
 
-if __name__ == "__main__":
-    ensure_database(Path(sys.argv[1]))
-
-
 def tracker_problem(uri: str) -> str | None:
     """Return the reason for which `uri` cannot be MLflow's tracking URI, with a fix, or None."""
     scheme, separator, rest = uri.partition("://")
@@ -197,3 +193,7 @@ def _driver_problem(uri: str) -> str | None:
     except (SQLAlchemyError, ValueError):
         return f"is no address of a database; got {shown(uri)}; use postgresql+psycopg2://user@host:port/name"
     return None
+
+
+if __name__ == "__main__":
+    ensure_database(Path(sys.argv[1]))
