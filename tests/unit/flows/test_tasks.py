@@ -1,12 +1,14 @@
 """Tasks of the flow.
 
 - Prefect's own engine asks the retry policy of a stage and follows it
-- each task gets the artifacts that its stage reads
+- the flow calls all stages in the order of the table, and each task gets the artifacts that its stage reads
 - drift is shown on a page before it ends the run
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.task_engine import SyncTaskRunEngine
 
 from flows import tasks
+from flows.rlhf import rlhf
 from flows.tasks import stage_task
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataDrifted, StageFailed
@@ -36,6 +39,10 @@ def test_prefect_follows_the_retry_policy(retries: int) -> None:
     engine: SyncTaskRunEngine[..., Any] = SyncTaskRunEngine(task=task)
     engine.task_run = TaskRun(task_key="sft", dynamic_key="0")
     assert [engine.can_retry(KILLED) for _ in range(retries + 2)] == [True] * retries + [False] * 2
+
+
+def test_the_flow_calls_all_stages_in_their_order() -> None:
+    assert re.findall(r'run_stage\(run, "(\w+)"\)', inspect.getsource(rlhf.fn)) == list(STAGES)
 
 
 def test_a_task_gets_the_artifacts_that_its_stage_reads(tmp_path: Path) -> None:
