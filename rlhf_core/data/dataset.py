@@ -285,12 +285,23 @@ def write(folder: Path, name: str, split: Split, examples: Iterable[Any]) -> Non
     with pq.ParquetWriter(folder / f"{name}_{split}.parquet", schema, compression="zstd") as writer:
         while rows := list(islice(rest, _BATCH_ROWS)):
             if group.nbytes >= _GROUP_BYTES:
-                writer.write_table(group.combine_chunks())
-                group = schema.empty_table()
-            columns = [_column(rows, field) for field in schema]
-            group = pa.concat_tables([group, pa.table(columns, schema=schema)])
-        # One chunk, because the borders of chunks are borders of pages.
-        writer.write_table(group.combine_chunks())
+                columns, group = group.columns, schema.empty_table()
+                _write_group(writer, columns)
+            added = pa.table([_column(rows, field) for field in schema], schema=schema)
+            group = pa.concat_tables([group, added])
+        columns, group = group.columns, None
+        _write_group(writer, columns)
+
+
+def _write_group(writer: Any, columns: list[Any]) -> None:
+    """Write a row group. The caller has no other reference to the columns."""
+    import pyarrow as pa
+
+    for at in range(len(columns)):
+        # One chunk, because the borders of chunks are borders of pages. In place: only one column is in
+        # memory twice.
+        columns[at] = columns[at].combine_chunks()
+    writer.write_table(pa.table(columns, schema=writer.schema))
 
 
 def _column(examples: Sequence[Any], field: Any) -> Any:
