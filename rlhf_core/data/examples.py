@@ -419,18 +419,19 @@ def check_rendered(name: str, records: Sequence[SourceRecord], encoder: Encoder,
     as rows do that a chat template has already rendered. Such text stays text and is rendered again, which is
     right for single rows that mention a mark. From 1 % on, it is logged.
     """
-    rows: Counter[str] = Counter()
-    found: dict[str, list[str]] = {}
+    rows, marked = Counter[str](), Counter[str]()
+    first: dict[str, str] = {}
     for item in records:
         rows[item.source] += 1
         mark = encoder.rendered_mark(item.record.texts)
         if mark is not None:
-            found.setdefault(item.source, []).append(f"{mark!r} in {item.file}:{item.line}")
-    for source, places in found.items():
-        share = len(places) / rows[source]
+            marked[item.source] += 1
+            first.setdefault(item.source, f"{mark!r} in {item.file}:{item.line}")
+    for source, place in first.items():
+        share = marked[source] / rows[source]
         text = (
-            f"{name}: {len(places)} of {rows[source]} rows of {source} spell special tokens or role marks,"
-            f" the first {places[0]}. If they are already rendered, they would be rendered twice; give the"
+            f"{name}: {marked[source]} of {rows[source]} rows of {source} spell special tokens or role marks,"
+            f" the first {place}. If they are already rendered, they would be rendered twice; give the"
             " messages without them"
         )
         if share > max_share:
