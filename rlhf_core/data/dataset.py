@@ -175,7 +175,7 @@ def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
 
 
 @dataclass
-class _Counted(Generic[_T]):
+class Counted(Generic[_T]):
     """Of rows that can be all of a large set, their number and the first one."""
 
     number: int = 0
@@ -189,7 +189,7 @@ class _Counted(Generic[_T]):
 
 def require_margins(*sets: Sequence[PairExample]) -> None:
     """Raise DataError unless every pair has a margin."""
-    without = _Counted[PairExample]()
+    without = Counted[PairExample]()
     for pair in chain.from_iterable(sets):
         if pair.margin is None:
             without.add(pair)
@@ -229,7 +229,7 @@ def _answer_warnings(
     prompts: Sequence[PromptExample], source: AnswerReward, where: str, most: float
 ) -> Iterator[str]:
     field, count = source.field, len(prompts)
-    without, unreachable, reworded = _Counted[PromptExample](), _Counted[Any](), _Counted[str]()
+    without, unreachable, reworded = Counted[PromptExample](), Counted[Any](), Counted[str]()
     for prompt in prompts:
         value = field_value(prompt.meta, field)
         answers = gold_answers(value)
@@ -247,14 +247,14 @@ def _answer_warnings(
             f" {', '.join(sorted(without.first.meta)) or 'none'}); add it, or set `field` to the one that"
             " holds the answer"
         )
-    if unreachable.number:
+    if lost := unreachable.number:
         problem = (
-            f"{where}: type answer: no response can get the reward for {unreachable.number} of {count}"
-            f" prompts ({unreachable.number / count:.1%}), because their field {field!r} is no answer that can"
-            f" be read (the first: {unreachable.first!r:.80}); write each as a number or a short text, or set"
-            " `field` to the one that holds it, such as `reward_model.ground_truth`"
+            f"{where}: type answer: no response can get the reward for {lost} of {count} prompts"
+            f" ({lost / count:.1%}), because their field {field!r} is no answer that can be read"
+            f" (the first: {unreachable.first!r:.80}); write each as a number or a short text, or set `field`"
+            " to the one that holds it, such as `reward_model.ground_truth`"
         )
-        if unreachable.number > most * count:
+        if lost > most * count:
             raise DataError(f"{problem} (data.max_bad_rows={most:g})" if most else problem)
         yield problem
     if reworded.number:

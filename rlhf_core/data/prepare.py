@@ -178,7 +178,7 @@ def read_and_encode(
     records: dict[SetName, Sequence[SourceRecord]] = {}
     try:
         for name in SETS:
-            read = read_records(config, name, quarantine, counts[name], contents)
+            read = read_records(config, name, quarantine, counts[name], contents, out)
             records[name] = stored(read, out)
         # Before any row is dropped: which of two equal rows is kept depends on their order.
         for name, all_records in join_groups(records).items():

@@ -6,8 +6,6 @@ rows -> `stored` (a list, or a file) -> `join_groups` -> `drop_repeats`
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from array import array
 from bisect import bisect_left
 from collections import Counter
@@ -20,45 +18,31 @@ from rlhf_core.config.data import SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.answers import gold_answers, same_answer
 from rlhf_core.data.dataset import Rows, picked
-from rlhf_core.data.examples import NAMED, OTHER_ANSWER, SourceRecord, bits64, split_key, until_first_question
+from rlhf_core.data.examples import (
+    NAMED,
+    OTHER_ANSWER,
+    SourceRecord,
+    StoredRecords,
+    bits64,
+    split_key,
+    until_first_question,
+)
 from rlhf_core.data.formats import Record, field_value
-from rlhf_core.data.messages import Call, Message
 
 LISTED_ROWS = 2**12
 """More rows of a set are in a file."""
 
 
-# -- rows in a file --
-
-
 def stored(rows: Iterable[SourceRecord], folder: Path) -> Sequence[SourceRecord]:
-    """Return the rows. Many are in a file of `folder` without a name, and made when they are asked for."""
+    """Return the rows. Many are in a file of `folder` without a name."""
     rest = iter(rows)
     few = list(islice(rest, LISTED_ROWS + 1))
     if len(few) <= LISTED_ROWS:
         return few
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open while the rows are used
-    ends = array("q", [0])
+    many = StoredRecords(folder)
     for row in chain(few, rest):
-        ends.append(ends[-1] + file.write(json.dumps(row).encode()))
-    file.flush()
-    # Not mapped: its pages would count as memory of this process.
-    return Rows(
-        len(ends) - 1,
-        lambda index: _row(os.pread(file.fileno(), ends[index + 1] - ends[index], ends[index]).decode()),
-    )
-
-
-def _row(content: str) -> SourceRecord:
-    (kind, prompt, text, messages, response, rejected, *others), *place = json.loads(content)
-    prompt, messages = tuple(map(_message, prompt)), tuple(map(_message, messages))
-    response, rejected = response and _message(response), rejected and _message(rejected)
-    return SourceRecord(Record(kind, prompt, text, messages, response, rejected, *others), *place)
-
-
-def _message(fields: list[Any]) -> Message:
-    fields[4] = tuple(Call(*call) for call in fields[4])
-    return Message(*fields)
+        many.append(row)
+    return many
 
 
 # -- groups --

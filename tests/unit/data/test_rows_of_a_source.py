@@ -58,7 +58,7 @@ def configure(
 def records_of(config: PipelineConfig, folder: Path, name: SetName) -> tuple[list[SourceRecord], SetCounts]:
     counts = SetCounts()
     quarantine = Quarantine(folder / "quarantine.jsonl")
-    found = list(read_records(config, name, quarantine, counts, source_contents(config)))
+    found = list(read_records(config, name, quarantine, counts, source_contents(config), folder))
     quarantine.close()
     return found, counts
 
