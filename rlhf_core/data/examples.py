@@ -1,6 +1,7 @@
 """From the rows of the sources to token examples, and which of them are held out for evaluation.
 
-sources -> `read_records` (checked records, bad rows in the quarantine) -> `rlhf_core.data.repeats`
+sources -> `read_records` (checked records, bad rows in the quarantine)
+        -> `stored` (a list, or a file)                                  -> `rlhf_core.data.repeats`
         -> `tokens_of`, `within`, `with_tokens` (token examples)         -> `held_out` (groups for evaluation)
 """
 
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ _CHARS_PER_TOKEN = 4
 _MAX_TRAINING_CHARS = 100_000
 _MAX_MARGIN = 1e9
 _RENDERED_SHARE = 0.01
+LISTED_ROWS = 2**12
+"""More rows of a set are in a file."""
 _SHOWN_REASONS = 3
 NAMED = "\x1f"
 """First character of the key of a group that a row names, which sorts before the keys of prompts."""
@@ -115,6 +118,18 @@ def _record(content: str) -> SourceRecord:
 def _message(fields: list[Any]) -> Message:
     fields[4] = tuple(Call(*call) for call in fields[4])
     return Message(*fields)
+
+
+def stored(rows: Iterable[SourceRecord], folder: Path) -> Sequence[SourceRecord]:
+    """Return the rows. Many are in a file of `folder` without a name."""
+    rest = iter(rows)
+    few = list(islice(rest, LISTED_ROWS + 1))
+    if len(few) <= LISTED_ROWS:
+        return few
+    many = StoredRecords(folder)
+    for row in chain(few, rest):
+        many.append(row)
+    return many
 
 
 @dataclass

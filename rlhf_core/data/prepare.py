@@ -37,6 +37,7 @@ from rlhf_core.data.examples import (
     held_out,
     read_records,
     split_position,
+    stored,
     training_texts,
     why_dropped,
     with_tokens,
@@ -44,7 +45,7 @@ from rlhf_core.data.examples import (
 )
 from rlhf_core.data.lengths import Lengths, measured
 from rlhf_core.data.parts import FEW_ROWS, Found, encoding
-from rlhf_core.data.repeats import drop_repeats, join_groups, stored
+from rlhf_core.data.repeats import drop_repeats, join_groups
 from rlhf_core.data.sources import (
     Contents,
     model_digests,

@@ -1,6 +1,6 @@
-"""Rows of large data, and what they share: groups and repeats. Few of the rows are in memory.
+"""What the rows of large data share: groups and repeats. Few of the rows are in memory.
 
-rows -> `stored` (a list, or a file) -> `join_groups` -> `drop_repeats`
+rows -> `join_groups` -> `drop_repeats`
 """
 
 from __future__ import annotations
@@ -9,41 +9,16 @@ import json
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice, product
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, product
 from typing import Any
 
 from rlhf_core.config.data import SetName
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.answers import gold_answers, same_answer
 from rlhf_core.data.dataset import Rows, picked
-from rlhf_core.data.examples import (
-    NAMED,
-    OTHER_ANSWER,
-    SourceRecord,
-    StoredRecords,
-    bits64,
-    split_key,
-    until_first_question,
-)
+from rlhf_core.data.examples import NAMED, OTHER_ANSWER, SourceRecord, bits64, split_key, until_first_question
 from rlhf_core.data.formats import Record, field_value
-
-LISTED_ROWS = 2**12
-"""More rows of a set are in a file."""
-
-
-def stored(rows: Iterable[SourceRecord], folder: Path) -> Sequence[SourceRecord]:
-    """Return the rows. Many are in a file of `folder` without a name."""
-    rest = iter(rows)
-    few = list(islice(rest, LISTED_ROWS + 1))
-    if len(few) <= LISTED_ROWS:
-        return few
-    many = StoredRecords(folder)
-    for row in chain(few, rest):
-        many.append(row)
-    return many
-
 
 # -- groups --
 
