@@ -202,11 +202,10 @@ def write_sets(folder: Path, rows: int, name: str) -> list[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
     with files[0].open("w") as demonstrations, files[1].open("w") as pairs:
         for _ in range(rows):
-            json.dump({"prompt": next(prompts), "completion": next(answers)}, demonstrations)
+            demonstration = {"prompt": next(prompts), "completion": next(answers)}
             pair = {"prompt": next(prompts), "chosen": next(answers), "rejected": next(answers)}
-            json.dump(pair, pairs)
-            demonstrations.write("\n")
-            pairs.write("\n")
+            demonstrations.write(json.dumps(demonstration) + "\n")
+            pairs.write(json.dumps(pair) + "\n")
     return files
 
 
