@@ -300,27 +300,24 @@ def write(folder: Path, name: str, split: Split, examples: Iterable[Any]) -> Non
     import pyarrow.parquet as pq
 
     schema, rest = _schema(name), iter(examples)
-    group = schema.empty_table()
+    columns = schema.empty_table().columns
     with pq.ParquetWriter(folder / f"{name}_{split}.parquet", schema, compression="zstd") as writer:
+
+        def write_group() -> None:
+            # One chunk, because the borders of chunks are borders of pages. One column after the other, so
+            # that only one is in memory twice.
+            for at in range(len(columns)):
+                columns[at] = columns[at].combine_chunks()
+            writer.write_table(pa.table(columns, schema=schema))
+            columns[:] = schema.empty_table().columns
+
         while rows := list(islice(rest, _BATCH_ROWS)):
-            if group.nbytes >= _GROUP_BYTES:
-                columns, group = group.columns, schema.empty_table()
-                _write_group(writer, columns)
+            if sum(column.nbytes for column in columns) >= _GROUP_BYTES:
+                write_group()
             added = pa.table([_column(rows, field) for field in schema], schema=schema)
-            group = pa.concat_tables([group, added])
-        columns, group = group.columns, None
-        _write_group(writer, columns)
-
-
-def _write_group(writer: Any, columns: list[Any]) -> None:
-    """Write a row group. The caller has no other reference to the columns."""
-    import pyarrow as pa
-
-    for at in range(len(columns)):
-        # One chunk, because the borders of chunks are borders of pages. In place: only one column is in
-        # memory twice.
-        columns[at] = columns[at].combine_chunks()
-    writer.write_table(pa.table(columns, schema=writer.schema))
+            for at, column in enumerate(added.columns):
+                columns[at] = pa.chunked_array([*columns[at].chunks, *column.chunks])
+        write_group()
 
 
 def _column(examples: Sequence[Any], field: Any) -> Any:

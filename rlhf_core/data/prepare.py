@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,11 +74,6 @@ _EMBEDDING_MULTIPLE = 8
 _REPORT_EVERY = 200
 _SAID_EVERY = 60.0
 """Seconds after which the log has the rate and the time left."""
-_SEQUENCE = struct.Struct("=2i3fd")
-_COLUMNS = np.dtype([("row", "i4"), ("number", "i4"), ("measures", "f4", 3), ("group", "f8")])
-"""Of a sequence: the index of its record, its number in the record, its `Tokens.measures` and the position of
-its group. Numbers only, because there can be many.
-"""
 FEW_STEPS = 20
 """A model from scratch or with a new template has not learned by then to end its responses."""
 _FEW_PAIRS = 20
@@ -205,12 +199,12 @@ def read_and_encode(
         limits = _limits(config, lengths)
         kept, groups = {}, {}
         for name in SETS:
-            reasons = [why_dropped(measures, limits) for measures in sequences[name]["measures"]]
+            reasons = [why_dropped(measures, limits) for measures in sequences[name][:, 2:5]]
             counts[name].dropped.update(filter(None, reasons))
             # Replaces the array with all of them.
             usable = sequences[name] = sequences[name][[reason is None for reason in reasons]]
             _check_enough(config, name, len(usable), counts[name], lengths, limits)
-            groups[name] = usable["group"]
+            groups[name] = usable[:, 5]
             kept[name] = _encoded(name, records[name], again(name), usable, limits)
         lengths.say(config.given_limits, limits)
     finally:
@@ -333,8 +327,10 @@ def _measured(
     counts: SetCounts,
     report: Callable[[], None],
 ) -> Any:
-    """Return the sequences of a set, an array of `_COLUMNS`, and add their lengths to `lengths`. No limit is
-    applied.
+    """Return the sequences of a set, and add their lengths to `lengths`. No limit is applied.
+
+    An array of doubles (sequences, 6): the index of the record, the number in the record, its
+    `measures`, and the position of the group. Numbers only, because there can be many.
 
     Args:
         config: The configuration.
@@ -345,7 +341,7 @@ def _measured(
         counts: Those of the set.
         report: Called for each row.
     """
-    sequences = bytearray()
+    sequences = array("d")
     for row, (item, found) in enumerate(rows):
         if isinstance(found, RecordDropped):
             counts.dropped[str(found)] += 1
@@ -360,12 +356,12 @@ def _measured(
                 lengths.add(name, tokens.lengths)
                 if tokens.longest_turn is not None:
                     lengths.turns.append(tokens.longest_turn)
-                sequences += _SEQUENCE.pack(row, number, *tokens.measures, group)
+                sequences.extend((row, number, *tokens.measures, group))
         report()
     # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
     if quarantine.first.get(f"data.{name}"):
         check_bad_share(config, f"data.{name}", "all sources", counts.bad, counts.read, quarantine)
-    return np.frombuffer(sequences, _COLUMNS)
+    return np.frombuffer(sequences).reshape(-1, 6)
 
 
 def _encoded(
@@ -375,10 +371,10 @@ def _encoded(
     sequences: Any,
     limits: Limits,
 ) -> Rows[EncodedRecord]:
-    """Return the sequences of a set, an array of `_COLUMNS`, with their tokens and texts."""
+    """Return the sequences of a set, as `_measured` returns them, with their tokens and texts."""
 
     def item(index: int) -> EncodedRecord:
-        row, number, *_ = sequences[index].tolist()
+        row, number = map(int, sequences[index, :2])
         of_row = found[row]
         assert isinstance(of_row, list)
         return with_tokens(records[row], name, within(of_row[number], limits))
