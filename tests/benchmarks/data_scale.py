@@ -7,7 +7,7 @@ encode   the stage `data` from the first rows that are encoded to the last ones,
 parts    the stage `data` with all its parts to encode, with none, with a new file of 1 %, and after `KILLS`
          kills at random moments, which must give the same bytes and leave no process; CPU seconds with those
          of all its processes, and the peak memory of the stage itself
-memory   the stage `data` with `--rows` rows in each set, and with a hundredth of them: CPU seconds with those
+memory   the stage `data` with `--rows` rows in each set, and with a tenth of them: CPU seconds with those
          of all its processes, peak memory of the stage itself, and what each row adds to it.
          `--rows 1000000 --short` are a million rows of each kind
 open     a training rank opens `--rows` pairs of 300 tokens and reads `STEPS` batches of them: the first one
@@ -234,7 +234,7 @@ def parts(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
 def memory(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     """Run the stage with few rows and with many."""
     peaks = []
-    few = max(10, rows // 100)
+    few = max(20, rows // 10)
     for count in (few, rows):
         here = folder / str(count)
         write_sets(here, count, "a")
