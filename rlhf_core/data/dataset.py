@@ -14,9 +14,10 @@ import logging
 import socket
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, overload
 
 from typing_extensions import override
 
@@ -173,14 +174,30 @@ def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
             yield example.input_ids[:end]
 
 
+@dataclass
+class Counted(Generic[_T]):
+    """Of rows that can be all of a large set, their number and the first one."""
+
+    number: int = 0
+    first: _T | None = None
+
+    def add(self, row: _T) -> None:
+        """Count a row."""
+        self.first = self.first if self.number else row
+        self.number += 1
+
+
 def require_margins(*sets: Sequence[PairExample]) -> None:
     """Raise DataError unless every pair has a margin."""
-    without = [pair for pair in chain.from_iterable(sets) if pair.margin is None]
-    if without:
+    without = Counted[PairExample]()
+    for pair in chain.from_iterable(sets):
+        if pair.margin is None:
+            without.add(pair)
+    if without.first is not None:
         raise DataError(
-            f"reward.margin: field needs a finite number `margin` in every preference row; {len(without)} of"
-            f" {sum(map(len, sets))} have none (the first: source {without[0].source!r}, prompt"
-            f" {without[0].prompt[:60]!r}); add it, `rename` another field to it, or use none or constant"
+            f"reward.margin: field needs a finite number `margin` in every preference row; {without.number}"
+            f" of {sum(map(len, sets))} have none (the first: source {without.first.source!r}, prompt"
+            f" {without.first.prompt[:60]!r}); add it, `rename` another field to it, or use none or constant"
         )
 
 
@@ -212,37 +229,39 @@ def _answer_warnings(
     prompts: Sequence[PromptExample], source: AnswerReward, where: str, most: float
 ) -> Iterator[str]:
     field, count = source.field, len(prompts)
-    values = [field_value(prompt.meta, field) for prompt in prompts]
-    without = [prompt for prompt, value in zip(prompts, values, strict=True) if value is None]
+    without, unreachable, reworded = Counted[PromptExample](), Counted[Any](), Counted[str]()
+    for prompt in prompts:
+        value = field_value(prompt.meta, field)
+        answers = gold_answers(value)
+        if value is None:
+            without.add(prompt)
+        if not any(is_reachable(each, only_numbers=source.extract == "final_number") for each in answers):
+            unreachable.add(value)
+        elif reading := rewording(value):
+            reworded.add(f"{value!r:.60} as {reading}")
     # All of them, whatever `most` allows: then it is the name of the field that is wrong.
-    if without and (len(without) == count or len(without) > most * count):
+    if without.first is not None and (without.number == count or without.number > most * count):
         raise DataError(
-            f"{where}: type answer needs the field {field!r} in every prompt row; {len(without)} of"
-            f" {count} have none (the first: {without[0].prompt[:60]!r}, whose fields are"
-            f" {', '.join(sorted(without[0].meta)) or 'none'}); add it, or set `field` to the one that"
+            f"{where}: type answer needs the field {field!r} in every prompt row; {without.number} of"
+            f" {count} have none (the first: {without.first.prompt[:60]!r}, whose fields are"
+            f" {', '.join(sorted(without.first.meta)) or 'none'}); add it, or set `field` to the one that"
             " holds the answer"
         )
-    unreachable, reworded = [], []
-    for value in values:
-        answers = gold_answers(value)
-        if not any(is_reachable(each, only_numbers=source.extract == "final_number") for each in answers):
-            unreachable.append(value)
-        elif reading := rewording(value):
-            reworded.append(f"{value!r:.60} as {reading}")
-    if unreachable:
+    if lost := unreachable.number:
         problem = (
-            f"{where}: type answer: no response can get the reward for {len(unreachable)} of {count} prompts"
-            f" ({len(unreachable) / count:.1%}), because their field {field!r} is no answer that can be read"
-            f" (the first: {unreachable[0]!r:.80}); write each as a number or a short text, or set `field` to"
-            " the one that holds it, such as `reward_model.ground_truth`"
+            f"{where}: type answer: no response can get the reward for {lost} of {count} prompts"
+            f" ({lost / count:.1%}), because their field {field!r} is no answer that can be read"
+            f" (the first: {unreachable.first!r:.80}); write each as a number or a short text, or set `field`"
+            " to the one that holds it, such as `reward_model.ground_truth`"
         )
-        if len(unreachable) > most * count:
+        if lost > most * count:
             raise DataError(f"{problem} (data.max_bad_rows={most:g})" if most else problem)
         yield problem
-    if reworded:
+    if reworded.number:
         yield (
-            f"{where}: type answer: {len(reworded)} of {count} answers in the field {field!r} are read as"
-            f" what they contain (the first: {reworded[0]}); if that is not meant, write them as plain text"
+            f"{where}: type answer: {reworded.number} of {count} answers in the field {field!r} are read as"
+            f" what they contain (the first: {reworded.first}); if that is not meant, write them as plain"
+            " text"
         )
 
 
@@ -281,16 +300,24 @@ def write(folder: Path, name: str, split: Split, examples: Iterable[Any]) -> Non
     import pyarrow.parquet as pq
 
     schema, rest = _schema(name), iter(examples)
-    group = schema.empty_table()
+    columns = schema.empty_table().columns
     with pq.ParquetWriter(folder / f"{name}_{split}.parquet", schema, compression="zstd") as writer:
+
+        def write_group() -> None:
+            # One chunk, because the borders of chunks are borders of pages. One column after the other, so
+            # that only one is in memory twice.
+            for at in range(len(columns)):
+                columns[at] = columns[at].combine_chunks()
+            writer.write_table(pa.table(columns, schema=schema))
+            columns[:] = schema.empty_table().columns
+
         while rows := list(islice(rest, _BATCH_ROWS)):
-            if group.nbytes >= _GROUP_BYTES:
-                writer.write_table(group.combine_chunks())
-                group = schema.empty_table()
-            columns = [_column(rows, field) for field in schema]
-            group = pa.concat_tables([group, pa.table(columns, schema=schema)])
-        # One chunk, because the borders of chunks are borders of pages.
-        writer.write_table(group.combine_chunks())
+            if sum(column.nbytes for column in columns) >= _GROUP_BYTES:
+                write_group()
+            added = pa.table([_column(rows, field) for field in schema], schema=schema)
+            for at, column in enumerate(added.columns):
+                columns[at] = pa.chunked_array([*columns[at].chunks, *column.chunks])
+        write_group()
 
 
 def _column(examples: Sequence[Any], field: Any) -> Any:

@@ -1,6 +1,7 @@
 """From the rows of the sources to token examples, and which of them are held out for evaluation.
 
-sources -> `read_records` (checked records, bad rows in the quarantine) -> `rlhf_core.data.repeats`
+sources -> `read_records` (checked records, bad rows in the quarantine)
+        -> `stored` (a list, or a file)                                  -> `rlhf_core.data.repeats`
         -> `tokens_of`, `within`, `with_tokens` (token examples)         -> `held_out` (groups for evaluation)
 """
 
@@ -10,22 +11,26 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
+import tempfile
 import unicodedata
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, Limits, SetName, Source, Thoughts
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.config.rewards import PythonReward, RemoteReward
+from rlhf_core.data.dataset import Counted, Rows
 from rlhf_core.data.files import BadRow, Row
 from rlhf_core.data.formats import Record, field_value, normalise, other_fields
-from rlhf_core.data.messages import INVISIBLE, Message, RowError
+from rlhf_core.data.messages import INVISIBLE, Call, Message, RowError
 from rlhf_core.data.sources import Contents, read_rows, short_name
 from rlhf_core.data.synthetic import generate
 from rlhf_core.data.templates import Encoder
@@ -48,6 +53,8 @@ _CHARS_PER_TOKEN = 4
 _MAX_TRAINING_CHARS = 100_000
 _MAX_MARGIN = 1e9
 _RENDERED_SHARE = 0.01
+LISTED_ROWS = 2**12
+"""More rows of a set are in a file."""
 _SHOWN_REASONS = 3
 NAMED = "\x1f"
 """First character of the key of a group that a row names, which sorts before the keys of prompts."""
@@ -79,6 +86,50 @@ class SourceRecord(NamedTuple):
     line: int
     group: str
     """Key of its group; see `own_group` and `join_groups`."""
+
+
+class StoredRecords(Rows[SourceRecord]):
+    """Records in a file of `folder` without a name, which are made when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(0, self._read)
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open while the records are used
+        self._ends = array("q", [0])
+
+    def append(self, item: SourceRecord) -> None:
+        """Write a record."""
+        self._ends.append(self._ends[-1] + self._file.write(json.dumps(item).encode()))
+        self._count += 1
+
+    def _read(self, index: int) -> SourceRecord:
+        self._file.flush()
+        # Not mapped: its pages would count as memory of this process.
+        start, end = self._ends[index : index + 2]
+        return _record(os.pread(self._file.fileno(), end - start, start).decode())
+
+
+def _record(content: str) -> SourceRecord:
+    (kind, prompt, text, messages, response, rejected, *others), *place = json.loads(content)
+    prompt, messages = tuple(map(_message, prompt)), tuple(map(_message, messages))
+    response, rejected = response and _message(response), rejected and _message(rejected)
+    return SourceRecord(Record(kind, prompt, text, messages, response, rejected, *others), *place)
+
+
+def _message(fields: list[Any]) -> Message:
+    fields[4] = tuple(Call(*call) for call in fields[4])
+    return Message(*fields)
+
+
+def stored(rows: Iterable[SourceRecord], folder: Path) -> Sequence[SourceRecord]:
+    """Return the rows. Many are in a file of `folder` without a name."""
+    rest = iter(rows)
+    few = list(islice(rest, LISTED_ROWS + 1))
+    if len(few) <= LISTED_ROWS:
+        return few
+    many = StoredRecords(folder)
+    for row in chain(few, rest):
+        many.append(row)
+    return many
 
 
 @dataclass
@@ -179,6 +230,7 @@ def read_records(
     quarantine: Quarantine,
     counts: SetCounts,
     contents: Mapping[str, Contents | None],
+    folder: Path,
 ) -> Iterator[SourceRecord]:
     """Yield all usable records of a set.
 
@@ -188,6 +240,7 @@ def read_records(
         quarantine: Receives the bad rows.
         counts: Its `read` and `bad` are increased.
         contents: Expected contents of each source by its field, such as `data.sft[0]`; None: not checked.
+        folder: Has a file without a name meanwhile.
 
     Raises DataError if a source is empty, has too many bad rows, or has other contents.
     """
@@ -196,7 +249,7 @@ def read_records(
     for index, source in enumerate(sources):
         field_name = f"data.{name}[{index}]"
         read = bad = marked_bad = 0
-        halves: list[SourceRecord] = []
+        halves = StoredRecords(folder)
         others = counts.others[field_name] = OtherFields()
         absent = set(source.rename)
         for row in _rows(config, name, source, contents[field_name]):
@@ -254,32 +307,32 @@ def _label(record: Record) -> bool | None:
 
 def _joined(
     halves: Sequence[SourceRecord], field_name: str, counts: SetCounts, *, only: bool
-) -> list[SourceRecord]:
-    """Return the pairs of good and bad answers to the same prompt, as rows of KTO have them by their `label`.
+) -> Iterator[SourceRecord]:
+    """Yield the pairs of good and bad answers to the same prompt, as rows of KTO have them by their `label`.
     Raises DataError if they make none and are the `only` rows of the source.
     """
-    pairs = []
-    answers: dict[Any, tuple[list[SourceRecord], list[SourceRecord]]] = {}
-    for item in halves:
-        good_and_bad = answers.setdefault((item.record.prompt, item.record.tools), ([], []))
-        good_and_bad[0 if _label(item.record) else 1].append(item)
+    joined = 0
+    answers: dict[int, tuple[list[int], list[int]]] = {}
+    for place, item in enumerate(halves):
+        prompt = bits64(json.dumps((item.record.prompt, item.record.tools)))
+        answers.setdefault(prompt, ([], []))[0 if _label(item.record) else 1].append(place)
     for good, bad in answers.values():
-        for better, worse in zip(good, bad, strict=False):
+        for places in zip(good, bad, strict=False):
+            better, worse = map(halves.__getitem__, places)
             if better.record.response != worse.record.response:
+                joined += 1
                 record = better.record._replace(kind="preference", rejected=worse.record.response)
-                pairs.append(better._replace(record=record))
-    labelled, joined = len(halves), len(pairs)
-    alone = labelled - 2 * joined
+                yield better._replace(record=record)
+    labelled, alone = len(halves), len(halves) - 2 * joined
     words = (
         f"{field_name}: {alone} of {labelled} rows with a `label` ({100 * alone / labelled:.0f} %) have no"
         " answer with the other label to the same prompt"
     )
-    if only and not pairs:
+    if only and not joined:
         raise DataError(f"{words}; give pairs, or train the good ones as data.sft")
     counts.dropped.update({JOINED: joined} | ({UNPAIRED: alone} if alone else {}))
     if alone:
         log.warning("%s; they are left out", words)
-    return pairs
 
 
 def _warn_of_texts(
@@ -420,17 +473,17 @@ def check_rendered(name: str, records: Sequence[SourceRecord], encoder: Encoder,
     right for single rows that mention a mark. From 1 % on, it is logged.
     """
     rows: Counter[str] = Counter()
-    found: dict[str, list[str]] = {}
+    found: dict[str, Counted[str]] = {}
     for item in records:
         rows[item.source] += 1
         mark = encoder.rendered_mark(item.record.texts)
         if mark is not None:
-            found.setdefault(item.source, []).append(f"{mark!r} in {item.file}:{item.line}")
-    for source, places in found.items():
-        share = len(places) / rows[source]
+            found.setdefault(item.source, Counted()).add(f"{mark!r} in {item.file}:{item.line}")
+    for source, marked in found.items():
+        share = marked.number / rows[source]
         text = (
-            f"{name}: {len(places)} of {rows[source]} rows of {source} spell special tokens or role marks,"
-            f" the first {places[0]}. If they are already rendered, they would be rendered twice; give the"
+            f"{name}: {marked.number} of {rows[source]} rows of {source} spell special tokens or role marks,"
+            f" the first {marked.first}. If they are already rendered, they would be rendered twice; give the"
             " messages without them"
         )
         if share > max_share:

@@ -38,6 +38,8 @@ BEGINNING_ROWS = 20
 _BATCH_ROWS = 16
 """Rows of a parquet file that are decoded at once. A few bytes of it can be a thousand copies of a long text.
 """
+_BUFFER_BYTES = 2**20
+"""Bytes of a column of a parquet file that are read at once."""
 _MOST_LONG_ROWS = 100
 """Rows beyond `MAX_ROW_BYTES` at which the reading of a parquet file ends: each takes as long as its text."""
 _SMALL_ARRAY_BYTES = 8_000_000
@@ -565,8 +567,10 @@ def _read_parquet(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
                 f"{file}: the column {repeated[0]!r} is there {names.count(repeated[0])} times; rename one of"
                 " them"
             )
-        # By rows and not by row groups, into which pyarrow writes up to a million rows.
-        for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS):
+        # By rows and not by row groups, into which pyarrow writes up to a million rows. Without these
+        # settings, their compressed columns would be in memory as a whole.
+        opened = pq.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        for batch in opened.iter_batches(_BATCH_ROWS):
             for row in batch.to_pylist():
                 number += 1
                 if _text_size(row) > MAX_ROW_BYTES:

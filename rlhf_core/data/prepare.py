@@ -36,6 +36,7 @@ from rlhf_core.data.examples import (
     held_out,
     read_records,
     split_position,
+    stored,
     training_texts,
     why_dropped,
     with_tokens,
@@ -43,7 +44,7 @@ from rlhf_core.data.examples import (
 )
 from rlhf_core.data.lengths import Lengths, measured
 from rlhf_core.data.parts import FEW_ROWS, Found, encoding
-from rlhf_core.data.repeats import drop_repeats, join_groups, stored
+from rlhf_core.data.repeats import drop_repeats, join_groups
 from rlhf_core.data.sources import (
     Contents,
     model_digests,
@@ -172,7 +173,7 @@ def read_and_encode(
     records: dict[SetName, Sequence[SourceRecord]] = {}
     try:
         for name in SETS:
-            read = read_records(config, name, quarantine, counts[name], contents)
+            read = read_records(config, name, quarantine, counts[name], contents, out)
             records[name] = stored(read, out)
         # Before any row is dropped: which of two equal rows is kept depends on their order.
         for name, all_records in join_groups(records).items():
@@ -200,10 +201,11 @@ def read_and_encode(
         for name in SETS:
             reasons = [why_dropped(measures, limits) for measures in sequences[name][:, 2:5]]
             counts[name].dropped.update(filter(None, reasons))
-            usable = sequences[name][[reason is None for reason in reasons]]
+            # Replaces the array with all of them.
+            usable = sequences[name] = sequences[name][[reason is None for reason in reasons]]
             _check_enough(config, name, len(usable), counts[name], lengths, limits)
-            places, groups[name] = usable[:, :2].astype(int), usable[:, 5]
-            kept[name] = _encoded(name, records[name], again(name), places, limits)
+            groups[name] = usable[:, 5]
+            kept[name] = _encoded(name, records[name], again(name), usable, limits)
         lengths.say(config.given_limits, limits)
     finally:
         quarantine.close()
@@ -359,25 +361,25 @@ def _measured(
     # Only rows that failed here have this name. `read_records` has checked the bad rows of each source.
     if quarantine.first.get(f"data.{name}"):
         check_bad_share(config, f"data.{name}", "all sources", counts.bad, counts.read, quarantine)
-    return np.array(sequences).reshape(-1, 6)
+    return np.frombuffer(sequences).reshape(-1, 6)
 
 
 def _encoded(
     name: SetName,
     records: Sequence[SourceRecord],
     found: Sequence[Found],
-    places: Any,
+    sequences: Any,
     limits: Limits,
 ) -> Rows[EncodedRecord]:
-    """Return the sequences of a set with their tokens and texts."""
+    """Return the sequences of a set, as `_measured` returns them, with their tokens and texts."""
 
     def item(index: int) -> EncodedRecord:
-        row, number = places[index].tolist()
+        row, number = map(int, sequences[index, :2])
         of_row = found[row]
         assert isinstance(of_row, list)
         return with_tokens(records[row], name, within(of_row[number], limits))
 
-    return Rows(len(places), item)
+    return Rows(len(sequences), item)
 
 
 def _reporting(progress: Callable[[int, int], None], total: int) -> Callable[[], None]:

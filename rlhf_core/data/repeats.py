@@ -1,18 +1,16 @@
-"""Rows of large data, and what they share: groups and repeats. Few of the rows are in memory.
+"""What the rows of large data share: groups and repeats. Few of the rows are in memory.
 
-rows -> `stored` (a list, or a file) -> `join_groups` -> `drop_repeats`
+rows -> `join_groups` -> `drop_repeats`
 """
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, islice, product
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, product
 from typing import Any
 
 from rlhf_core.config.data import SetName
@@ -21,44 +19,6 @@ from rlhf_core.data.answers import gold_answers, same_answer
 from rlhf_core.data.dataset import Rows, picked
 from rlhf_core.data.examples import NAMED, OTHER_ANSWER, SourceRecord, bits64, split_key, until_first_question
 from rlhf_core.data.formats import Record, field_value
-from rlhf_core.data.messages import Call, Message
-
-LISTED_ROWS = 2**12
-"""More rows of a set are in a file."""
-
-
-# -- rows in a file --
-
-
-def stored(rows: Iterable[SourceRecord], folder: Path) -> Sequence[SourceRecord]:
-    """Return the rows. Many are in a file of `folder` without a name, and made when they are asked for."""
-    rest = iter(rows)
-    few = list(islice(rest, LISTED_ROWS + 1))
-    if len(few) <= LISTED_ROWS:
-        return few
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open while the rows are used
-    ends = array("q", [0])
-    for row in chain(few, rest):
-        ends.append(ends[-1] + file.write(json.dumps(row).encode()))
-    file.flush()
-    # Not mapped: its pages would count as memory of this process.
-    return Rows(
-        len(ends) - 1,
-        lambda index: _row(os.pread(file.fileno(), ends[index + 1] - ends[index], ends[index]).decode()),
-    )
-
-
-def _row(content: str) -> SourceRecord:
-    (kind, prompt, text, messages, response, rejected, *others), *place = json.loads(content)
-    prompt, messages = tuple(map(_message, prompt)), tuple(map(_message, messages))
-    response, rejected = response and _message(response), rejected and _message(rejected)
-    return SourceRecord(Record(kind, prompt, text, messages, response, rejected, *others), *place)
-
-
-def _message(fields: list[Any]) -> Message:
-    fields[4] = tuple(Call(*call) for call in fields[4])
-    return Message(*fields)
-
 
 # -- groups --
 
@@ -76,8 +36,8 @@ def join_groups(
     pairs = _joined_groups(records)
     if not len(pairs):
         return dict(records)
-    keys = _joined_keys(pairs, records)
-    return {name: _with_keys(items, keys) for name, items in records.items()}
+    key = _joined_keys(pairs, records)
+    return {name: _with_keys(items, key) for name, items in records.items()}
 
 
 def _joined_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> Any:
@@ -109,33 +69,40 @@ def _joined_groups(records: Mapping[SetName, Sequence[SourceRecord]]) -> Any:
     return np.concatenate([shared, np.stack([named, asked], axis=1)[np.isin(asked, questions)]])
 
 
-def _joined_keys(pairs: Any, records: Mapping[SetName, Sequence[SourceRecord]]) -> Mapping[str, str]:
-    """Return the keys that replace those of the joined groups."""
-    digests = set(pairs.flat)
-    names: dict[int, str] = {}
+def _joined_keys(pairs: Any, records: Mapping[SetName, Sequence[SourceRecord]]) -> Callable[[str], str]:
+    """Return a function that returns the key which replaces that of a group."""
+    import numpy as np
+
+    groups, places = np.unique(pairs, return_inverse=True)
+    digests, parents = array("Q", groups.tobytes()), array("q", range(len(groups)))
+
+    def root(place: int) -> int:
+        while (parent := parents[place]) != place:
+            parents[place] = parents[parent]
+            place = parent
+        return place
+
+    for one, other in places.reshape(-1, 2):
+        parents[root(one)] = root(other)
+    keys: dict[int | None, str] = {}
+
+    def joined(group: str) -> int | None:
+        digest = bits64(group)
+        place = bisect_left(digests, digest)
+        return root(place) if place < len(digests) and digests[place] == digest else None
+
     for item in chain.from_iterable(records.values()):
-        if (digest := bits64(item.group)) in digests:
-            names[digest] = item.group
-    parents: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while (parent := parents.setdefault(name, name)) != name:
-            parents[name] = parents[parent]
-            name = parent
-        return parent
-
-    for one, other in pairs:
-        # By name and not by size, which a union-find usually takes: sizes depend on what was joined before,
-        # and the name of the root decides on which side of the split a group is.
-        smaller, larger = sorted((root(names[one]), root(names[other])))
-        parents[larger] = smaller
-    return {name: root(name) for name in names.values()}
+        if (place := joined(item.group)) is not None:
+            # The smallest one: which place is the root depends on the order in which they were joined, and
+            # the key decides on which side of the split they are.
+            keys[place] = min(item.group, keys.get(place, item.group))
+    return lambda group: keys.get(joined(group), group)
 
 
-def _with_keys(items: Sequence[SourceRecord], keys: Mapping[str, str]) -> Rows[SourceRecord]:
+def _with_keys(items: Sequence[SourceRecord], key: Callable[[str], str]) -> Rows[SourceRecord]:
     def item(index: int) -> SourceRecord:
         found = items[index]
-        return found._replace(group=keys.get(found.group, found.group))
+        return found._replace(group=key(found.group))
 
     return Rows(len(items), item)
 

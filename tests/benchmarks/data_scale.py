@@ -7,6 +7,9 @@ encode   the stage `data` from the first rows that are encoded to the last ones,
 parts    the stage `data` with all its parts to encode, with none, with a new file of 1 %, and after `KILLS`
          kills at random moments, which must give the same bytes and leave no process; CPU seconds with those
          of all its processes, and the peak memory of the stage itself
+memory   the stage `data` with `--rows` rows in each set, and with a tenth of them: CPU seconds with those
+         of all its processes, peak memory of the stage itself, and what each row adds to it.
+         `--rows 1000000 --short` are a million rows of each kind
 open     a training rank opens `--rows` pairs of 300 tokens and reads `STEPS` batches of them: the first one
          of a host, and `RANKS` more at the same time, with the memory of all of them together
 
@@ -15,6 +18,7 @@ bucket   an artifact of `MEGABYTES` is published to a bucket of moto and fetched
          to boto3, with the bytes that are read from files
 
 Texts are sentences of this documentation in random order, prompts of about 100 tokens and responses of 180.
+With `--short` they are words, and rows have 20 to 60 tokens.
 `--tokenizer` is a folder with a tokenizer and its chat template; the default is trained on the texts.
 """
 
@@ -75,14 +79,18 @@ MEGABYTES = 128
 RANKS = 2
 """Ranks of a host."""
 KILLS = 10
+SHORT = False
+"""The option `--short`."""
 GONE_SECONDS = 60.0
 """Time after which a process of a killed stage has to be gone."""
 
 
 def texts(seed: int | str, sentences: int) -> Iterator[str]:
-    """Yield texts without end."""
+    """Yield texts without end, with `--short` of as many words as the others have sentences."""
     pages = " ".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
     found = [part.strip() for part in re.split(r"(?<=[.:])\s+", pages) if 20 < len(part) < 200]
+    if SHORT:
+        found = sorted(set(re.findall("[a-z]{3,12}", pages)))
     rng = random.Random(seed)
     while True:
         yield " ".join(rng.choices(found, k=rng.randint(sentences // 2, sentences * 3 // 2)))
@@ -157,7 +165,9 @@ def steps(rows: int, _tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
 
 def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     """Encode demonstrations, pairs and prompts of pairs, as the stage `data` does."""
-    demonstrations, pairs = write_sets(folder, rows, "a")
+    demonstrations, pairs = (
+        list(map(json.loads, file.read_text().splitlines())) for file in write_sets(folder, rows, "a")
+    )
     tokenizer.save_pretrained(folder / "model")
     config = configuration(folder)
     times: list[tuple[int, float]] = []
@@ -184,18 +194,19 @@ def encode(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def write_sets(folder: Path, rows: int, name: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Write demonstrations and pairs into the file `name` of each set, and return them."""
+def write_sets(folder: Path, rows: int, name: str) -> list[Path]:
+    """Write demonstrations and pairs into the file `name` of each set, and return the two files."""
     prompts, answers = texts(f"{name} 1", 4), texts(f"{name} 2", 8)
-    demonstrations, pairs = [], []
-    for _ in range(rows):
-        demonstrations.append({"prompt": next(prompts), "completion": next(answers)})
-        pairs.append({"prompt": next(prompts), "chosen": next(answers), "rejected": next(answers)})
-    for set_name, set_ in (("sft", demonstrations), ("pairs", pairs)):
-        (folder / set_name).mkdir(exist_ok=True)
-        file = folder / set_name / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in set_))
-    return demonstrations, pairs
+    files = [folder / set_name / f"{name}.jsonl" for set_name in ("sft", "pairs")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with files[0].open("w") as demonstrations, files[1].open("w") as pairs:
+        for _ in range(rows):
+            demonstration = {"prompt": next(prompts), "completion": next(answers)}
+            pair = {"prompt": next(prompts), "chosen": next(answers), "rejected": next(answers)}
+            demonstrations.write(json.dumps(demonstration) + "\n")
+            pairs.write(json.dumps(pair) + "\n")
+    return files
 
 
 def parts(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
@@ -206,14 +217,36 @@ def parts(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
     again, _, same = _stage(folder, folder / "parts")
     assert same == expected, "parts that are read give other bytes"
     longest = _killed(folder, expected)
+    before = set((folder / "parts").iterdir())
     write_sets(folder, max(1, rows // 100), "b")
     more = _stage(folder, folder / "parts")[0]
+    after = set((folder / "parts").iterdir())
     return [
         (f"stage data, 3 x {rows} rows", f"{seconds:.1f} s"),
         ("its peak memory", f"{peak / 2**20:.0f} MiB"),
         ("with all parts", f"{again:.1f} s"),
         (f"the last process is gone after {KILLS} kills", f"{longest:.1f} s (wall)"),
         ("with a new file of 1 %", f"{more:.1f} s"),
+        ("parts that it encodes", f"{len(after - before)} of {len(after)}"),
+    ]
+
+
+def memory(rows: int, tokenizer: Any, folder: Path) -> list[tuple[str, str]]:
+    """Run the stage with few rows and with many."""
+    peaks = []
+    few = max(20, rows // 10)
+    for count in (few, rows):
+        here = folder / str(count)
+        write_sets(here, count, "a")
+        tokenizer.save_pretrained(here / "model")
+        seconds, peak, _ = _stage(here, here / "parts")
+        peaks.append(peak)
+    grown = (peaks[1] - peaks[0]) / (3 * (rows - few))
+    return [
+        (f"stage data, 3 x {rows} rows", f"{seconds:.1f} s"),
+        ("rows in a second", f"{3 * rows / seconds:.0f}"),
+        (f"peak memory (with 3 x {few} rows {peaks[0] / 2**20:.0f} MiB)", f"{peaks[1] / 2**20:.0f} MiB"),
+        ("what a row adds", f"{grown:.0f} bytes"),
     ]
 
 
@@ -233,7 +266,10 @@ def _prepared(folder: Path, kept: Path) -> tuple[float, float, dict[str, str]]:
         digests = {str(file.relative_to(out)): hash_file(file) for file in files}
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(each.ru_utime + each.ru_stime for each in used)
-    return seconds, 1024 * used[0].ru_maxrss, digests
+    # Not `ru_maxrss`, which a process that was spawned has from the one that started it.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak = next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return seconds, peak, digests
 
 
 def _killed(folder: Path, expected: dict[str, str]) -> float:
@@ -410,7 +446,8 @@ def cost_of(what: str, call: Callable[[], object]) -> tuple[str, str]:
     return f"{what}: {read:.2f} times its bytes are read", f"{seconds / size * 1e9:.2f} s a GB"
 
 
-PARTS = {part.__name__.rstrip("_"): part for part in (drift, steps, encode, parts, open_, digest, bucket)}
+MEASURED = (drift, steps, encode, parts, memory, open_, digest, bucket)
+PARTS = {part.__name__.rstrip("_"): part for part in MEASURED}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -420,8 +457,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--rows", type=int, default=2000, help="rows of each set (default 2000)")
+    parser.add_argument("--short", action="store_true", help="rows of 20 to 60 tokens")
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer")
     args = parser.parse_args(arguments)
+    global SHORT
+    SHORT = args.short
     tokenizer = tokenizer_of(args.tokenizer)
     table = Table(title="CPU seconds of this process")
     for column in ("part", "what", "cost"):

@@ -159,7 +159,8 @@ def test_every_row_of_a_set_is_kept_or_in_the_quarantine_with_line_and_reason(
         {"data": {**GENERATED, "preference": [source], "max_bad_rows": 1.0}}, strict=False
     )
     quarantine, counts = Quarantine(tmp_path / "quarantine.jsonl"), SetCounts()
-    kept = list(read_records(config, "preference", quarantine, counts, source_contents(config)))
+    contents = source_contents(config)
+    kept = list(read_records(config, "preference", quarantine, counts, contents, tmp_path))
     quarantine.close()
     bad = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert counts.read == len(kept) + len(bad) == sum(bool(line.strip()) for line in lines)

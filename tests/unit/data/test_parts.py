@@ -31,10 +31,9 @@ import pytest
 
 from rlhf_core.config.data import Limits, Source
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.data import parts, prepare, repeats
-from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, to_record, tokens_of
+from rlhf_core.data import examples, parts, prepare
+from rlhf_core.data.examples import RecordDropped, SourceRecord, Tokens, stored, to_record, tokens_of
 from rlhf_core.data.files import Row
-from rlhf_core.data.repeats import stored
 from rlhf_core.data.templates import TOOLS_TEMPLATE, EncodeError, Encoder
 from rlhf_core.errors import InfrastructureError
 from rlhf_core.system.machine import Machine
@@ -321,7 +320,7 @@ def test_the_artifact_is_the_same_for_any_number_of_processes(
     made = []
     for few, count in ((10**6, 1), (0, 1), (0, 3)):
         monkeypatch.setattr(parts, "FEW_ROWS", few)
-        monkeypatch.setattr(repeats, "LISTED_ROWS", few)
+        monkeypatch.setattr(examples, "LISTED_ROWS", few)
         monkeypatch.setattr(Machine, "cores", lambda self, count=count: count)
         out = tmp_path / f"{few}-{count}"
         out.mkdir()
@@ -354,7 +353,7 @@ def test_many_rows_are_in_a_file_and_few_of_them_in_memory(
         assert isinstance(item, SourceRecord), item
         rows.append(item)
     assert stored(iter(rows), tmp_path) is not rows and stored(iter(rows), tmp_path) == rows
-    monkeypatch.setattr(repeats, "LISTED_ROWS", len(rows) - 1)
+    monkeypatch.setattr(examples, "LISTED_ROWS", len(rows) - 1)
     kept = stored(iter(rows), tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert list(kept) == rows and kept[30:50] == rows[30:50] and kept[-1] == rows[-1]

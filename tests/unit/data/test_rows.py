@@ -28,6 +28,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typing_extensions import override
 
 from rlhf_core.data import dataset
 from rlhf_core.data.dataset import (
@@ -63,6 +64,30 @@ def test_rows_are_written_in_groups(name: str, tmp_path: Path, monkeypatch: pyte
     write(tmp_path, name, "train", SETS[name])
     assert LOADERS[name](tmp_path, "train") == SETS[name]
     assert pq.ParquetFile(tmp_path / f"{name}_train.parquet").num_row_groups == 3
+
+
+def test_a_row_group_is_not_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "_BATCH_ROWS", 16)
+    monkeypatch.setattr(dataset, "_GROUP_BYTES", 2**23)
+    tokens = tuple(range(2**12))
+    rows = [PairExample(f"p{i}", "Why?", tokens, tokens, tokens) for i in range(512)]
+    sizes = []
+
+    class Writer(pq.ParquetWriter):  # type: ignore[misc]
+        @override
+        def write_table(self, table: Any, row_group_size: int | None = None) -> None:
+            sizes.append(table.nbytes)
+
+    monkeypatch.setattr(pq, "ParquetWriter", Writer)
+    own = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(own)
+    pa.set_memory_pool(pool)
+    try:
+        write(tmp_path, "pairs", "train", rows)
+    finally:
+        pa.set_memory_pool(own)
+    # One of the three columns of tokens is there twice.
+    assert len(sizes) == 3 and max(sizes) < pool.max_memory() < 1.6 * max(sizes)
 
 
 def test_texts_that_arrow_splits_are_written_as_others(

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ def configure(
 def records_of(config: PipelineConfig, folder: Path, name: SetName) -> tuple[list[SourceRecord], SetCounts]:
     counts = SetCounts()
     quarantine = Quarantine(folder / "quarantine.jsonl")
-    found = list(read_records(config, name, quarantine, counts, source_contents(config)))
+    found = list(read_records(config, name, quarantine, counts, source_contents(config), folder))
     quarantine.close()
     return found, counts
 
@@ -206,6 +207,20 @@ def test_good_and_bad_answers_to_one_prompt_are_pairs(
     assert (
         "data.preference[0]: 2 of 8 rows with a `label` (25 %) have no answer with the other" in caplog.text
     )
+
+
+def test_few_of_the_answers_with_labels_are_in_memory(tmp_path: Path) -> None:
+    def in_memory() -> int:
+        return sum(isinstance(each, SourceRecord) for each in gc.get_objects())
+
+    rows = [{"prompt": f"q{i // 2}", "completion": f"a{i}", "label": i % 2 > 0} for i in range(200)]
+    config, before = configure(tmp_path, rows), in_memory()
+    contents, quarantine = source_contents(config), Quarantine(tmp_path / "quarantine.jsonl")
+    most = 0
+    for _ in read_records(config, "preference", quarantine, SetCounts(), contents, tmp_path):
+        most = max(most, in_memory() - before)
+    quarantine.close()
+    assert 0 < most < 10
 
 
 def test_labels_that_make_no_pair_are_refused_with_their_share(tmp_path: Path) -> None:

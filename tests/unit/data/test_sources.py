@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typing_extensions import override
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.data import Source
@@ -111,6 +113,29 @@ def test_copies_of_a_long_text_in_a_parquet_file_are_not_all_in_memory(tmp_path:
             most = max(most, pool.bytes_allocated() - before)
     # All rows are 128 MiB, and a batch of 64 is 16 MiB.
     assert most < 40 * 2**20
+
+
+def test_the_columns_of_a_parquet_file_are_not_read_as_a_whole(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    class Watched(io.FileIO):
+        most = 0
+
+        @override
+        def read(self, size: int | None = -1, /) -> bytes:
+            content = super().read(-1 if size is None else size)
+            self.most = max(self.most, len(content))
+            return content
+
+    file = tmp_path / "a.parquet"
+    texts = [os.urandom(2**7).hex() for _ in range(2**15)]
+    pq.write_table(pa.table({"text": texts}), file)
+    assert file.stat().st_size > 4 * 2**20
+    with Watched(file) as stream:
+        rows = list(read_file(str(file), stream))
+        assert stream.most < 2 * 2**20
+    assert [row.data["text"] for row in rows if isinstance(row, Row)] == texts
 
 
 def test_parquet_with_lists_and_structs_gives_the_rows_of_jsonl(tmp_path: Path) -> None:

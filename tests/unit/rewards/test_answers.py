@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import psutil
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from rlhf_core.config.rewards import AnswerReward
 from rlhf_core.data import expressions
 from rlhf_core.data.answers import boxed, gold_answers, same_answer
-from rlhf_core.data.dataset import require_answers
+from rlhf_core.data.dataset import Rows, require_answers
 from rlhf_core.errors import DataError, InfrastructureError
 from rlhf_core.rewards.answers import final_number, is_right
 from rlhf_core.rewards.rules import evaluate_rule
@@ -431,6 +432,21 @@ def test_the_answer_of_a_row_is_read_where_there_is_a_plain_reading(
     value: Any, answers: tuple[str, ...]
 ) -> None:
     assert gold_answers(value) == answers
+
+
+def test_few_of_the_prompts_are_in_memory() -> None:
+    asked: list[weakref.ref[PromptExample]] = []
+    most = 0
+
+    def prompt(index: int) -> PromptExample:
+        nonlocal most
+        made = PromptExample(f"p{index}", "Why?", (1,), {"answer": "18"} if index % 2 else {})
+        asked.append(weakref.ref(made))
+        most = max(most, sum(each() is not None for each in asked))
+        return made
+
+    require_answers(Rows(64, prompt), [AnswerReward()], most=0.5)
+    assert 0 < most < 5
 
 
 def _prompts(*answers: Any) -> list[PromptExample]:
