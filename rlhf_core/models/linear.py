@@ -76,8 +76,8 @@ class _Float32Logits(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad
         rounded = dy.to(x.dtype)
         return (
-            _matmul(rounded, weight.t()) if need_x else None,
-            _weight_gradient(x, rounded) if need_weight else None,
+            rounded @ weight if need_x else None,
+            rounded.t() @ x if need_weight else None,
             dy.sum(0).to(x.dtype) if need_bias else None,
         )
 
