@@ -333,7 +333,7 @@ def use_prefect(home: Home) -> bool:
 
     Prefect must not be imported before, because its import reads the settings that are made here.
     """
-    from flows.isolated import client_headers
+    from flows.isolated import client_headers, isolate_prefect
     from rlhf_core.executors.spec import past_proxies
     from rlhf_core.ops.servers.servers import (
         external_prefect_url,
@@ -350,6 +350,7 @@ def use_prefect(home: Home) -> bool:
     if url is not None:
         use_auth_string(home, url)
         if prefect_responds(url, client_headers):
+            isolate_prefect()
             return True
         log.warning("no Prefect server answers at %s: this run is not shown there", url)
     if os.environ.get("RLHF_NOTIFY"):

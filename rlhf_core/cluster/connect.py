@@ -93,8 +93,6 @@ def connect(
     # No telemetry. Ray leaves CUDA_VISIBLE_DEVICES as it is in processes that have no GPU.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray's monitor serves metrics on all interfaces. With an invalid port it only logs an error.
-    os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")
     own_handler = signal.getsignal(signal.SIGTERM)
     if not on_cluster():
         _start_on_this_host(processes, device)

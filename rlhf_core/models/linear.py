@@ -1,10 +1,10 @@
-"""Linear layers on CPUs through oneDNN, which torch itself uses there for bfloat16 only.
+"""Linear layers on CPUs through oneDNN.
 
 For float32 torch calls MKL, which leaves AVX-512 unused on CPUs that are not Intel's: half the speed or less
 (`docs/decisions/0005`). Names, weights and results to rounding stay those of `nn.Linear`.
 
-For bfloat16 on a CPU without AVX-512, torch has only loops that take 5 to 14 times as long as float32. There,
-the products are computed in float32 and rounded.
+For bfloat16 torch calls oneDNN too, but on CPUs without AVX-512 it has slow loops instead. There,
+products are computed in float32 and rounded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 from rlhf_core.errors import ModelError
 
 _BY_ONEDNN: set[torch.dtype] = set()
-"""Types whose products on a CPU are ours."""
+"""Types that this module multiplies on a CPU."""
 if torch.backends.mkldnn.is_available():
     _BY_ONEDNN.add(torch.float32)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -97,7 +97,7 @@ def use_float32_head(model: Any) -> Any:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W' + b, on a CPU by oneDNN if torch was built with it."""
-    if not _is_ours(x) or weight.dtype != x.dtype:
+    if not _computed_here(x) or weight.dtype != x.dtype:
         return functional.linear(x, weight, bias)
     # torch declares Function.apply without types
     output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W' + b over the last axis of `x`."""
     # oneDNN raises an error for products over 0 elements, such as the gradient of a weight from 0 rows.
-    if x.numel() == 0 or not _is_ours(x):
+    if x.numel() == 0 or not _computed_here(x):
         return functional.linear(x, weight, bias)
     if x.dtype != torch.float32:
         # Here and not before: only the 16-bit tensors are kept for the backward pass.
@@ -146,7 +146,7 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return output
 
 
-def _is_ours(x: Tensor) -> bool:
+def _computed_here(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _BY_ONEDNN
 
 

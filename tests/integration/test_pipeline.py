@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,13 @@ def run_tiny(
 
 
 class Golden:
-    """One uninterrupted run on S3, through the flow of a Prefect server."""
+    """One uninterrupted run on S3."""
 
-    def __init__(self, home: Path, url: str, temporary: Path, *arguments: str) -> None:
-        """`temporary`: for temporary files; Ray's sockets allow for a short path only. `arguments`: of `rlhf
-        run`.
+    def __init__(
+        self, home: Path, url: str, temporary: Path, *arguments: str, environment: Mapping[str, str]
+    ) -> None:
+        """`temporary`: for temporary files; Ray's sockets allow for a short path only. `arguments` and
+        `environment`: of `rlhf run`.
         """
         self.home = home
         self.url = url
@@ -111,16 +113,14 @@ class Golden:
             (self.folder / f"{name}.py").write_text(
                 "raise SystemExit('a file of the working folder was run')\n"
             )
-        # In the home, where the secrets are looked for. The other runs here have no server.
-        with prefect_server(home / "prefect") as server:
-            self.summary, self.output, self.seconds = run_tiny(
-                home,
-                f"store.url={url}",
-                *arguments,
-                folder=self.folder,
-                TMPDIR=str(temporary),
-                **server.environment,
-            )
+        self.summary, self.output, self.seconds = run_tiny(
+            home,
+            f"store.url={url}",
+            *arguments,
+            folder=self.folder,
+            TMPDIR=str(temporary),
+            **environment,
+        )
 
     def fetch(self, stage: StageName, summary: dict[str, Any] | None = None) -> Path:
         """The verified artifact folder of a stage, of this run or of the one with `summary`."""
@@ -136,7 +136,11 @@ class Golden:
 @pytest.fixture(scope="module")
 def golden(s3_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Golden]:
     with tempfile.TemporaryDirectory(prefix="r-") as temporary:
-        yield Golden(tmp_path_factory.mktemp("golden"), f"{s3_server.url}/pipeline", Path(temporary))
+        home = tmp_path_factory.mktemp("golden")
+        # In the home, where the secrets are looked for. The other runs here have no server.
+        with prefect_server(home / "prefect") as server:
+            run = Golden(home, f"{s3_server.url}/pipeline", Path(temporary), environment=server.environment)
+        yield run
 
 
 def test_no_secret_is_found_anywhere_after_a_whole_run(

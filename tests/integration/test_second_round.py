@@ -22,7 +22,7 @@ from tests.integration.test_pipeline import Golden, run_tiny
 def begun(s3_server: Any, tmp_path: Path) -> Iterator[Golden]:
     """A run that has ended with the reward model."""
     with tempfile.TemporaryDirectory(prefix="r-") as temporary:
-        yield Golden(tmp_path, f"{s3_server.url}/round", Path(temporary), "--until", "reward")
+        yield Golden(tmp_path, f"{s3_server.url}/round", Path(temporary), "--until", "reward", environment={})
 
 
 def test_samples_of_the_policy_are_the_data_of_a_second_round(begun: Golden) -> None:

@@ -41,7 +41,7 @@ def prefect_server(folder: Path) -> Iterator[PrefectServer]:
     with (
         (folder / "prefect.log").open("wb") as log,
         subprocess.Popen(
-            server_command(port, "error"),
+            server_command(port),
             env={**os.environ, **environment, **own, "PREFECT__SERVER_EPHEMERAL": "1"},
             # Not the current folder: Prefect would read settings from the files there.
             cwd=folder,

@@ -34,10 +34,10 @@ def share(cases: Sequence[Case], one_in: int) -> list[Case]:
 
 def examples(count: int, one_in: int, **settings: Any) -> Callable[[Callable[..., None]], Any]:
     """Give a property one of `one_in` of its `count` examples, and the mark `sampled`."""
-    settings = {"deadline": None, "database": None, "derandomize": True, **settings}
+    settings = {"deadline": None, "database": None, **settings}
     if seed() != "all":
         # The same ones each day: the cases of a sweep are known to pass, and new examples are not.
-        count //= one_in
+        count, settings["derandomize"] = count // one_in, True
 
     def decorate(test: Callable[..., None]) -> Any:
         return pytest.mark.sampled(hypothesis.settings(max_examples=count, **settings)(test))

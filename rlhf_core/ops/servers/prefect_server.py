@@ -36,11 +36,11 @@ FLOW_SETTINGS = {
 _AUTH_STRING = re.compile(r"rlhf:[\w-]{20,}")
 
 
-def server_command(port: int, log_level: str) -> list[str]:
+def server_command(port: int) -> list[str]:
     """Return the command of a Prefect server with the access checks of `flows.application`."""
     return [
         # Not `prefect server start`, which has no setting for the checks of Host and Origin (decision 14).
-        *python_module("uvicorn"), "--factory", "flows.application:create_app", "--log-level", log_level,
+        *python_module("uvicorn"), "--factory", "flows.application:create_app", "--log-level", "warning",
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
 

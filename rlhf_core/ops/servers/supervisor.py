@@ -135,7 +135,7 @@ class Supervisor:
             # Set for this server only, because the address may contain a password.
             environment |= dict.fromkeys(DATABASE_VARIABLES, database_url)
         log_file = self._home.servers / "prefect.log"
-        return SupervisedProcess("prefect", server_command(port, "warning"), environment, log_file, port)
+        return SupervisedProcess("prefect", server_command(port), environment, log_file, port)
 
     def _mlflow(self, port: int) -> SupervisedProcess:
         command = [

@@ -8,6 +8,7 @@ take torch's own way; an empty batch and repeated calls work.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,13 @@ def test_only_plain_linear_layers_are_turned_and_names_stay() -> None:
 
 def test_16_bit_products_are_rounded_float32_where_the_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.models.linear._BY_ONEDNN", {torch.float32, torch.bfloat16})
+    products, product = [], torch.ops.mkldnn._linear_pointwise
+
+    def counted(x: torch.Tensor, *others: Any) -> Any:
+        products.append(x.dtype)
+        return product(x, *others)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", counted)
     torch.manual_seed(0)
     layer = use_onednn(nn.Linear(300, 40)).bfloat16()
     exact = copy.deepcopy(layer).float()
@@ -65,6 +73,8 @@ def test_16_bit_products_are_rounded_float32_where_the_cpu_has_none(monkeypatch:
         output = each(given.requires_grad_())
         (output.float() * torch.linspace(-1, 1, 40).bfloat16()).sum().backward()
         results.append([output.detach(), given.grad, each.weight.grad])
+    # Forward, for the input and for the weight, of both layers.
+    assert products == [torch.float32] * 6
     for got, expected in zip(*results, strict=True):
         assert got is not None and expected is not None
         assert got.dtype == torch.bfloat16
@@ -72,8 +82,9 @@ def test_16_bit_products_are_rounded_float32_where_the_cpu_has_none(monkeypatch:
         torch.testing.assert_close(got.float(), expected, rtol=2**-8, atol=2**-8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_take_torchs_own_way(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_take_torchs_own_way(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_core.models.linear._BY_ONEDNN", {torch.float32})
     layer = use_onednn(nn.Linear(6, 3)).to(dtype)
     x = torch.randn(5, 6, dtype=dtype)
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))

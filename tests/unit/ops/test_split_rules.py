@@ -97,8 +97,7 @@ RESTRICTED = [
 ]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("ppo", "model", "gpus", "changes"), share(RESTRICTED, 3))
+@pytest.mark.parametrize(("ppo", "model", "gpus", "changes"), RESTRICTED)
 def test_settings_are_found_that_are_a_valid_configuration(
     ppo: dict[str, Any], model: str, gpus: str, changes: dict[str, str]
 ) -> None:
@@ -211,10 +210,8 @@ def test_a_colocated_engine_has_its_part_of_the_weights_on_each_device(level: in
     assert weights(2, 4) == weights(8, 1) / 4 == 2 * shape("qwen3-8b").parameters / 4
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("model", "gpus", "ways"),
-    share([("llama-3-70b", "4x8xH200-141G", 8), ("qwen3-0.6b", "8xH100-80G", 1)], 2),
+    ("model", "gpus", "ways"), [("llama-3-70b", "4x8xH200-141G", 8), ("qwen3-0.6b", "8xH100-80G", 1)]
 )
 def test_engines_of_several_gpus_are_found_where_they_are_faster(model: str, gpus: str, ways: int) -> None:
     hardware = parse_gpus(gpus, "8x400gbit")
