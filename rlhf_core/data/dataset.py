@@ -305,9 +305,10 @@ def write(folder: Path, name: str, split: Split, examples: Iterable[Any]) -> Non
 
         def write_group() -> None:
             # One chunk, because the borders of chunks are borders of pages. One column after the other, so
-            # that only one is in memory twice.
+            # that only one is in memory twice. As a table: of texts above 2 GiB it makes several chunks, and
+            # a column raises an error.
             for at in range(len(columns)):
-                columns[at] = columns[at].combine_chunks()
+                columns[at] = pa.table({"": columns[at]}).combine_chunks().column(0)
             writer.write_table(pa.table(columns, schema=schema))
             columns[:] = schema.empty_table().columns
 

@@ -92,20 +92,23 @@ class StoredRecords(Rows[SourceRecord]):
     """Records in a file of `folder` without a name, which are made when they are asked for."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(0, self._read)
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open while the records are used
-        self._ends = array("q", [0])
+        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open while the records are used
+        ends = array("q", [0])
+
+        # No method: the file is closed with the last reference to this object, which must not be its own.
+        def item(index: int) -> SourceRecord:
+            file.flush()
+            # Not mapped: its pages would count as memory of this process.
+            start, end = ends[index : index + 2]
+            return _record(os.pread(file.fileno(), end - start, start).decode())
+
+        super().__init__(0, item)
+        self._file, self._ends = file, ends
 
     def append(self, item: SourceRecord) -> None:
         """Write a record."""
         self._ends.append(self._ends[-1] + self._file.write(json.dumps(item).encode()))
         self._count += 1
-
-    def _read(self, index: int) -> SourceRecord:
-        self._file.flush()
-        # Not mapped: its pages would count as memory of this process.
-        start, end = self._ends[index : index + 2]
-        return _record(os.pread(self._file.fileno(), end - start, start).decode())
 
 
 def _record(content: str) -> SourceRecord:

@@ -832,7 +832,7 @@ def _are_apart(tokenizer: Any) -> bool:
     """Return whether the text between two special tokens has the same tokens as without what is around it."""
     backend = tokenizer.backend_tokenizer
     for token in tokenizer.added_tokens_decoder.values():
-        if token.special and (token.normalized or token.lstrip or token.rstrip or token.single_word):
+        if token.single_word or (token.special and (token.normalized or token.lstrip or token.rstrip)):
             return False
     # Some put a blank before the first text only, or count with one there in their offsets.
     states = [part.__getstate__() for part in (backend.pre_tokenizer, backend.post_processor) if part]

@@ -166,6 +166,22 @@ def test_text_after_a_special_token_that_changes_it_is_tokenized_with_it(
     assert list(encoded.ids) == whole[: len(encoded.ids)] and len(encoded.ids) > len(whole) - 3
 
 
+def test_text_beside_a_mark_that_is_a_word_is_tokenized_with_it(make_tokenizer: Callable[..., Any]) -> None:
+    """The token `user` is only there as a word of its own, which it is not after `START`."""
+    from tokenizers import AddedToken
+
+    marks = {"<|im_start|>": "START", "<|im_end|>": "END", "\\n": ":", "\n": ":"}
+    template = CHATML
+    for mark, other in marks.items():
+        template = template.replace(mark, other)
+    tokenizer = chatml_tokenizer(make_tokenizer, template)
+    tokenizer.add_tokens([AddedToken(each, special=True) for each in ("START", "END")], special_tokens=True)
+    tokenizer.add_tokens([AddedToken("user", single_word=True, normalized=False)])
+    encoder = Encoder(tokenizer, "chat")
+    whole = reference(tokenizer, TALK)["input_ids"]
+    assert list(encoder.conversation(TALK).ids) == [*whole, encoder.eos_id]
+
+
 def test_eos_after_the_marks_is_learned_too_and_a_missing_one_is_added(
     make_tokenizer: Callable[..., Any],
 ) -> None:
