@@ -11,9 +11,9 @@ Rules:
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -210,17 +210,22 @@ def test_good_and_bad_answers_to_one_prompt_are_pairs(
 
 
 def test_few_of_the_answers_with_labels_are_in_memory(tmp_path: Path) -> None:
-    def in_memory() -> int:
-        return sum(isinstance(each, SourceRecord) for each in gc.get_objects())
-
-    rows = [{"prompt": f"q{i // 2}", "completion": f"a{i}", "label": i % 2 > 0} for i in range(200)]
-    config, before = configure(tmp_path, rows), in_memory()
+    rows = [
+        {"prompt": f"q{i // 2}", "completion": f"{i}" + 10_000 * "a", "label": i % 2 > 0} for i in range(1000)
+    ]
+    config = configure(tmp_path, rows)
     contents, quarantine = source_contents(config), Quarantine(tmp_path / "quarantine.jsonl")
-    most = 0
-    for _ in read_records(config, "preference", quarantine, SetCounts(), contents, tmp_path):
-        most = max(most, in_memory() - before)
-    quarantine.close()
-    assert 0 < most < 10
+    del rows
+    tracemalloc.start()
+    try:
+        for _ in read_records(config, "preference", quarantine, SetCounts(), contents, tmp_path):
+            pass
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        quarantine.close()
+    # All texts together have 10 MB.
+    assert most < 5e6
 
 
 def test_labels_that_make_no_pair_are_refused_with_their_share(tmp_path: Path) -> None:
