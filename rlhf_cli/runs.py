@@ -68,9 +68,9 @@ def _run(
     folder = Home.of(run.home)
     console = set_up_logging(folder)
     log.info("%s, seed %d: starting", run.name, run.seed)
-    flow: dict[str, Any] = {"config": config, "overrides": overrides, "start": start, "until": until}
+    parameters: dict[str, Any] = {"config": config, "overrides": overrides, "start": start, "until": until}
     with showing_progress(console) as display:
-        summary = _run_flow(flow, display) if use_prefect(folder) else run_file(**flow)
+        summary = _run_flow(parameters, display) if use_prefect(folder) else run_file(**parameters)
     _print_results(summary, folder)
     return 0
 
@@ -137,9 +137,9 @@ def _rounds(
     folder = Home.of(checked.run.home)
     console = set_up_logging(folder)
     log.info("%s, seed %d: %d rounds", checked.run.name, checked.run.seed, rounds)
-    flow: dict[str, Any] = {"config": config, "number": rounds, "overrides": overrides, "until": until}
+    parameters: dict[str, Any] = {"config": config, "number": rounds, "overrides": overrides, "until": until}
     with showing_progress(console):
-        done = _rounds_flow(flow) if use_prefect(folder) else run_rounds_of_file(**flow)
+        done = _rounds_flow(parameters) if use_prefect(folder) else run_rounds_of_file(**parameters)
     return print_end(done)
 
 

@@ -152,16 +152,10 @@ def _prompt_example(
     return PromptExample(prompt_id, prompt, tuple(ids), json.loads(meta), source or "", group or "")
 
 
-def load_pair_prompts(folder: Path, split: Split) -> list[tuple[str, str]]:
-    """Return the ids of the prompts and of the groups of all preference pairs."""
-    rows = _read(folder, "pairs", split, ("prompt_id", "group"))
-    return [(prompt_id, group or prompt_id) for prompt_id, group in rows]
-
-
-def read_pair_groups(folder: Path, split: Split) -> Iterator[tuple[str, str]]:
-    """Yield the sources and the groups of all preference pairs, a few of which are in memory."""
+def read_pair_groups(folder: Path, split: Split) -> Iterator[tuple[str, str, str]]:
+    """Yield the source, the id of the prompt and the group of each preference pair. Few are in memory."""
     for source, prompt_id, group in _read(folder, "pairs", split, ("source", "prompt_id", "group")):
-        yield source, group or prompt_id
+        yield source, prompt_id, group or prompt_id
 
 
 def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
@@ -176,7 +170,7 @@ def sft_prompts(example: SFTExample) -> Iterator[tuple[int, ...]]:
 
 @dataclass
 class Counted(Generic[_T]):
-    """Of rows that can be all of a large set, their number and the first one."""
+    """The number of some rows and the first of them. They can be all rows of a large set."""
 
     number: int = 0
     first: _T | None = None

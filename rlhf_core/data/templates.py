@@ -608,7 +608,10 @@ class Encoder:
         ids: list[int] = []
         starts, pieces = [], []
         base = 0
-        for part, special in self._split(text, borders) if template_specials else [(text, None)]:
+        parts: Iterable[tuple[str, int | None]] = [(text, None)]
+        if template_specials:
+            parts = self._split(text, borders)
+        for part, special in parts:
             for char, spelled in (restore or {}).items():
                 part = part.replace(char, spelled)
             encode = self._known_piece if len(part) <= _LONG else self._piece

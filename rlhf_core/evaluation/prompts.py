@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.consistency import LEAST_PROMPTS
 from rlhf_core.config.data import SETS
-from rlhf_core.data.dataset import load_pair_prompts, load_prompts, load_sft, sft_prompts
+from rlhf_core.data.dataset import load_prompts, load_sft, read_pair_groups, sft_prompts
 from rlhf_core.errors import CorruptArtifact, StoreError, StoreUnavailable
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.storage.artifacts import (
@@ -92,8 +92,8 @@ class TrainedPrompts:
         for folder in folders:
             for prompt in load_prompts(folder, "train"):
                 ids.update((prompt.prompt_id, prompt.group))
-            for prompt_id_and_group in load_pair_prompts(folder, "train"):
-                ids.update(prompt_id_and_group)
+            for _, prompt_id, group in read_pair_groups(folder, "train"):
+                ids.update((prompt_id, group))
             for example in load_sft(folder, "train"):
                 ids.add(example.group)
                 tokens.update(map(_digest, sft_prompts(example)))

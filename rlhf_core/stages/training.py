@@ -485,7 +485,7 @@ def training_pairs(config: PipelineConfig, data: Path, stage: StageName, work: P
     labelled = sources_of_models(data)
     # 8 bytes for each pair: a list of Python integers would be several times as large, on every rank.
     chosen, of_people = array("q"), False
-    for index, (source, group) in enumerate(read_pair_groups(data, "train")):
+    for index, (source, _, group) in enumerate(read_pair_groups(data, "train")):
         of_judge = source not in labelled and _is_of_judge(group, judge.fraction)
         of_people |= source not in labelled
         if of_judge == (stage == "judge"):

@@ -1,4 +1,6 @@
-"""A Prefect server, as `rlhf up` starts it, that several commands of a test share."""
+"""A Prefect server that several commands of a test share: the command of `rlhf up`, without the page, the
+scheduler and the types of blocks.
+"""
 
 from __future__ import annotations
 

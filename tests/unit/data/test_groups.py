@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from rlhf_core.config.data import SetName, Source
 from rlhf_core.config.pipeline import PipelineConfig
 from rlhf_core.data.card import card_warnings
-from rlhf_core.data.dataset import load_pair_prompts, load_pairs, load_prompts, load_sft, write
+from rlhf_core.data.dataset import load_pairs, load_prompts, load_sft, read_pair_groups, write
 from rlhf_core.data.examples import (
     SourceRecord,
     prompt_id,
@@ -102,7 +102,7 @@ def test_the_turns_of_a_conversation_are_on_one_side_in_all_sets(tmp_path: Path)
     groups = {example.group for example in load_sft(tmp_path / "out", "train")}
     assert groups == {example.group for example in load_pairs(tmp_path / "out", "train")}
     assert groups == {prompt_id(text) for text in train}
-    assert groups == {group for _, group in load_pair_prompts(tmp_path / "out", "train")}
+    assert groups == {group for _, _, group in read_pair_groups(tmp_path / "out", "train")}
 
 
 def ask(messages: list[dict[str, str]]) -> str:
@@ -272,7 +272,7 @@ def test_groups_of_earlier_artifacts_are_the_prompts(tmp_path: Path) -> None:
         file = tmp_path / f"{name}_train.parquet"
         pq.write_table(pq.read_table(file).drop_columns("group"), file)
     assert load_prompts(tmp_path, "train")[0].group == load_pairs(tmp_path, "train")[0].group == "p"
-    assert load_pair_prompts(tmp_path, "train") == [("p", "p")]
+    assert list(read_pair_groups(tmp_path, "train")) == [("a", "p", "p")]
     assert load_sft(tmp_path, "train")[0].group == ""
 
 
