@@ -290,15 +290,18 @@ def fastest(
     def fits(changed: PipelineConfig) -> bool:
         return compare_memory(changed, shape, hardware, stages).fits
 
-    candidates = [each for each in _candidates(fitting, (stage,), shape, hardware) if each.same_training]
+    candidates = list(_candidates(fitting, (stage,), shape, hardware, as_configured=True))
     # Of equally fast ones, the one with the smallest change comes first.
     candidates.sort(key=lambda each: (seconds(each.config), each.price))
     seen: set[tuple[object, ...]] = set()
-    for changed in _valid(fitting, (each for each in candidates if fits(each.config))):
-        placement = (plan(changed.ppo), changed.ppo.engine.sleep_level)
-        if placement in seen:
-            continue
-        seen.add(placement)
+
+    def placement(each: PipelineConfig) -> tuple[object, ...]:
+        return plan(each.ppo), each.ppo.engine.sleep_level
+
+    # Before the validation, which takes longest.
+    new = (each for each in candidates if placement(each.config) not in seen and fits(each.config))
+    for changed in _valid(fitting, new):
+        seen.add(placement(changed))
         least = seconds(changed)
 
         def is_as_good(each: PipelineConfig, least: float = least) -> bool:
@@ -406,23 +409,30 @@ def _adapter_rates(config: PipelineConfig, changes: Changes) -> Changes:
 
 
 def _candidates(
-    config: PipelineConfig, part: tuple[StageName, ...], shape: ModelShape, hardware: Hardware
+    config: PipelineConfig,
+    part: tuple[StageName, ...],
+    shape: ModelShape,
+    hardware: Hardware,
+    as_configured: bool = False,
 ) -> Iterator[Candidate]:
+    """Yield candidates; with `as_configured` only those with the same training."""
     for stage in config.training_sections:
         if stage in part:
-            return _of_training(config, stage, hardware)
+            return _of_training(config, stage, hardware, as_configured)
     if PPO in part:
-        return _of_ppo(config, shape, hardware)
+        return _of_ppo(config, shape, hardware, as_configured)
     return _of_evaluation(config, shape, hardware)
 
 
-def _of_training(config: PipelineConfig, stage: TrainingStage, hardware: Hardware) -> Iterator[Candidate]:
+def _of_training(
+    config: PipelineConfig, stage: TrainingStage, hardware: Hardware, as_configured: bool
+) -> Iterator[Candidate]:
     section = config.training_sections[stage]
     longest = largest_pass(config, stage).longest
     # `PipelineConfig.problems` refuses more ranks than rows of a batch.
     ranks = _numbers(section.deepspeed.ranks, min(hardware.count, section.batch_size))
     tokens = _sizes(section.micro_batch_tokens, longest)
-    kinds = _kinds_of_training(section.lora, section.deepspeed.dtype)
+    kinds = _kinds_of_training(section.lora, as_configured, section.deepspeed.dtype)
     for count, size, (precision, lora) in product(ranks, tokens, kinds):
         for sharding in _shardings(count, hardware):
             deepspeed = _sharded(section.deepspeed, {"ranks": count, **sharding, **precision})
@@ -447,10 +457,12 @@ def _with_section(
     return config.with_values(changed)
 
 
-def _of_ppo(config: PipelineConfig, shape: ModelShape, hardware: Hardware) -> Iterator[Candidate]:
+def _of_ppo(
+    config: PipelineConfig, shape: ModelShape, hardware: Hardware, as_configured: bool
+) -> Iterator[Candidate]:
     before = config.ppo
     sizes = _sizes(before.micro_batch_tokens, config.max_sequence_tokens)
-    kinds = _kinds_of_training(before.lora, *_dtypes(before))
+    kinds = _kinds_of_training(before.lora, as_configured, *_dtypes(before))
     for placed in _placements(before, shape, hardware):
         for size, (precision, lora) in product(sizes, kinds):
             for sharding in _shardings(placed.policy_deepspeed.ranks, hardware):
@@ -625,10 +637,12 @@ def _sizes(configured: int, least: int) -> list[int]:
 
 
 def _kinds_of_training(
-    lora: LoraConfig | None, *dtypes: str
+    lora: LoraConfig | None, as_configured: bool, *dtypes: str
 ) -> list[tuple[dict[str, Any], LoraConfig | None]]:
     """Return changes of the precision with the adapters: as configured, all in bfloat16, with adapters."""
     kinds: list[tuple[dict[str, Any], LoraConfig | None]] = [({}, lora)]
+    if as_configured:
+        return kinds
     if "float32" in dtypes:
         kinds.append(({"dtype": "bfloat16"}, lora))
     if lora is None:

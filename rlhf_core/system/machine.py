@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain, takewhile
 from pathlib import Path
@@ -21,6 +22,9 @@ _AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 _DRIVERS = {"NVIDIA": "sys/module/nvidia/version", "amdgpu": "sys/module/amdgpu/version"}
 """Files in which the kernel modules of GPUs tell their versions, also inside a container."""
 
+# Reading it takes a millisecond, and each configuration asks for that of torch.
+_version = cache(importlib.metadata.version)
+
 
 class Disk(NamedTuple):
     """Space of a file system, in bytes."""
@@ -31,7 +35,7 @@ class Disk(NamedTuple):
 
 
 class Machine:
-    """This machine, as this process sees it. Each call looks again.
+    """This machine, as this process sees it. Each call looks again, but for versions of packages.
 
     Args:
         root: Folder of `proc` and `sys`.
@@ -101,7 +105,7 @@ class Machine:
     def package_version(self, distribution: str) -> str | None:
         """Return the version of an installed distribution, such as `nvidia-nccl-cu13`; None without it."""
         try:
-            return importlib.metadata.version(distribution)
+            return _version(distribution)
         except importlib.metadata.PackageNotFoundError:
             return None
 
