@@ -49,19 +49,23 @@ $(BENCHMARK): requirements/benchmark.txt | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(BENCHMARK) --require-hashes --no-deps -r $< \
 	  && touch $(BENCHMARK) || { rm -rf $(BENCHMARK); echo "The test of the benchmark is skipped: its packages cannot be installed."; }
 
+# Unit tests that start processes or wait, and those of the programs in tests/benchmarks and tests/gpu.
+LONG := $(addprefix tests/unit/,benchmarks test_first_run.py data/test_parts.py storage/test_holder.py \
+  storage/test_s3_bounds.py system/test_heartbeat.py tracking/test_bounded_http.py)
+
 # What a user runs after a clone: one whole pipeline on the real stack, beside the unit tests. It takes longest, so it
-# begins: by default the files with most tests do.
+# begins: by default the files with most tests do. Three processes for two cores, because tests wait for others.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
-	  tests/integration/test_pipeline.py tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" \
+	  tests/integration/test_pipeline.py tests/unit $(LONG:%=--ignore=%)
 
 # All tests but the slow ones and those for GPUs.
 test-all: test test-integration
 
-# The other integration tests. They mostly wait for processes to start, so two of them run at a time. The tests of a
-# file share what they set up, and stay in one process.
+# The other tests. They mostly wait for processes to start. The tests of a file share what they set up, and stay in
+# one process.
 test-integration: setup $(CLUSTER) $(BENCHMARK)
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/integration \
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu" tests/integration $(LONG) \
 	  --ignore tests/integration/test_pipeline.py
 
 test-unit: setup
