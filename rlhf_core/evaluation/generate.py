@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from rlhf_core.cluster.ranks import map_ranks, needs_actors
 from rlhf_core.config import PipelineConfig
 from rlhf_core.engines.distributed import Rank
-from rlhf_core.engines.sync.wire import Acknowledgement, are_interchangeable, folder_checksums, verify
 from rlhf_core.evaluation.policy_files import PolicyFiles, adapter_rank
 from rlhf_core.models.architectures import engine_changes_classes
 from rlhf_core.rewards.compose import reward_inputs
@@ -126,6 +125,8 @@ def responses_to_sets(
 
 def _names_by_engine(models: Mapping[str, PolicyFiles]) -> list[list[str]]:
     """Return the names of the models, in order, in groups that one engine samples."""
+    from rlhf_core.engines.sync.wire import are_interchangeable  # imports torch
+
     groups: list[list[str]] = []
     for name, files in models.items():
         first = models[groups[-1][0]] if groups else None
@@ -312,6 +313,8 @@ def _sample_share(
 
 def _sample_here(request: _Request, done: Callable[[int], None]) -> list[list[list[Rollout]]]:
     """Sample with an engine in this process. It loads the weights of one model after the other."""
+    from rlhf_core.engines.sync.wire import Acknowledgement, folder_checksums, verify
+
     config = request.config
     first, *others = request.models
     seed = derive_seed(config.run.seed, request.sampling.purpose)
