@@ -98,10 +98,8 @@ class Encoded:
     """(P+T,) 1 on tokens the assistant wrote, EOS included."""
 
 
-_Piece = Any
-"""`tokenizers.Encoding` of ordinary text, or the number of characters of a special token. Only the offsets
-that are needed are read: a list of all takes a quarter of the time of tokenization.
-"""
+_Offsets = list[tuple[int, int]]
+"""First and last character of each token, the last one exclusive."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +107,19 @@ class _Tokens:
     ids: list[int]
     starts: list[int]
     """First character of each piece in the rendered text."""
-    pieces: list[tuple[int, _Piece]]
-    """The index of its first token, and the piece."""
+    pieces: list[tuple[int, _Offsets]]
+    """The index of its first token, and the offsets in the piece."""
 
     def before(self, at: int) -> tuple[int, bool]:
         """Return the number of tokens that begin before the character `at`, and whether one ends after it."""
         number = bisect_left(self.starts, at) - 1
         if number < 0:
             return 0, False
-        first, piece = self.pieces[number]
+        first, offsets = self.pieces[number]
         at -= self.starts[number]
-        if isinstance(piece, int):
-            return first + 1, piece > at
         # Not from the first token: a long conversation has many spans.
-        count = bisect_left(range(len(piece)), (at,), key=piece.token_to_chars)
-        return first + count, count > 0 and piece.token_to_chars(count - 1)[1] > at
+        count = bisect_left(offsets, (at,))
+        return first + count, count > 0 and offsets[count - 1][1] > at
 
 
 class Encoder:
@@ -585,15 +581,15 @@ class Encoder:
             found = self._special_pattern.findall(text)
             expected = sum(self._specials[special] in self._control_ids for special in found)
             if sum(map(self._control_ids.__contains__, ids)) == expected:
-                return self._begin(_Tokens(ids, [0], [(0, encoding)]))
+                return self._begin(_Tokens(ids, [0], [(0, encoding.offsets)]))
         return self._begin(self._pieces(text, restore, template_specials=True))
 
     def _begin(self, tokens: _Tokens) -> _Tokens:
         """Return the tokens with BOS first if the tokenizer itself would put one and the template did not."""
         if self._bos is None or tokens.ids[:1] == [self._bos]:
             return tokens
-        pieces = [(first + 1, piece) for first, piece in tokens.pieces]
-        return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [(0, 0), *pieces])
+        pieces = [(first + 1, offsets) for first, offsets in tokens.pieces]
+        return _Tokens([self._bos, *tokens.ids], [0, *tokens.starts], [(0, [(0, 0)]), *pieces])
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self._bos is None else [self._bos, *ids]
@@ -619,24 +615,24 @@ class Encoder:
             for char, spelled in (restore or {}).items():
                 part = part.replace(char, spelled)
             encode = self._known_piece if len(part) <= _LONG else self._piece
-            new, piece = encode(part, special)
+            new, offsets = encode(part, special)
             starts.append(base)
-            pieces.append((len(ids), piece))
+            pieces.append((len(ids), offsets))
             ids += new
             base += len(part)
         return _Tokens(ids, starts, pieces)
 
-    def _piece(self, text: str, special: int | None) -> tuple[list[int], _Piece]:
-        """Return the tokens of ordinary text, or of one special token."""
+    def _piece(self, text: str, special: int | None) -> tuple[list[int], _Offsets]:
+        """Return the tokens of ordinary text, or of one special token, and their offsets."""
         if special is not None:
-            return [special], len(text)
+            return [special], [(0, len(text))]
         # In spite of its name, it makes the text of a special token ordinary text.
         self._backend.encode_special_tokens = True
         try:
             encoding = self._backend.encode(text, add_special_tokens=False)
         finally:
             self._backend.encode_special_tokens = False
-        return encoding.ids, encoding
+        return encoding.ids, encoding.offsets
 
     def _split(self, text: str, borders: Sequence[int]) -> Iterator[tuple[str, int | None]]:
         at = 0
