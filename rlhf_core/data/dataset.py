@@ -59,7 +59,7 @@ _ADDED = {"sft": ("group",), "pairs": ("group",), "prompts": ("source", "group")
 """Columns that artifacts of earlier versions do not have."""
 _BATCH_ROWS = 2**12
 """Rows that are read or made into columns at once."""
-_GROUP_BYTES = 2**28
+_GROUP_BYTES = 2**26
 """Bytes of a row group of a file, which is in memory when it is written. Files with less have one."""
 
 

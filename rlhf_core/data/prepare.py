@@ -201,11 +201,11 @@ def read_and_encode(
         for name in SETS:
             reasons = [why_dropped(measures, limits) for measures in sequences[name][:, 2:5]]
             counts[name].dropped.update(filter(None, reasons))
-            # Replaces the array with all of them.
-            usable = sequences[name] = sequences[name][[reason is None for reason in reasons]]
+            # Replaces the array with all of them, of which most columns are not needed any more.
+            usable = sequences.pop(name)[[reason is None for reason in reasons]]
             _check_enough(config, name, len(usable), counts[name], lengths, limits)
-            groups[name] = usable[:, 5]
-            kept[name] = _encoded(name, records[name], again(name), usable, limits)
+            groups[name] = usable[:, 5].copy()
+            kept[name] = _encoded(name, records[name], again(name), usable[:, :2].astype(np.uint32), limits)
         lengths.say(config.given_limits, limits)
     finally:
         quarantine.close()
@@ -371,7 +371,9 @@ def _encoded(
     sequences: Any,
     limits: Limits,
 ) -> Rows[EncodedRecord]:
-    """Return the sequences of a set, as `_measured` returns them, with their tokens and texts."""
+    """Return the sequences of a set with their tokens and texts. `sequences` (sequences, 2) has the index of
+    the record and the number in the record.
+    """
 
     def item(index: int) -> EncodedRecord:
         row, number = map(int, sequences[index, :2])
