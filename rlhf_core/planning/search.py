@@ -290,7 +290,7 @@ def fastest(
     def fits(changed: PipelineConfig) -> bool:
         return compare_memory(changed, shape, hardware, stages).fits
 
-    candidates = list(_candidates(fitting, (stage,), shape, hardware, as_configured=True))
+    candidates = list(_candidates(fitting, (stage,), shape, hardware, same_training=True))
     # Of equally fast ones, the one with the smallest change comes first.
     candidates.sort(key=lambda each: (seconds(each.config), each.price))
     seen: set[tuple[object, ...]] = set()
@@ -413,26 +413,26 @@ def _candidates(
     part: tuple[StageName, ...],
     shape: ModelShape,
     hardware: Hardware,
-    as_configured: bool = False,
+    same_training: bool = False,
 ) -> Iterator[Candidate]:
-    """Yield candidates; with `as_configured` only those with the same training."""
+    """Yield candidates, with `same_training` only those that train as configured."""
     for stage in config.training_sections:
         if stage in part:
-            return _of_training(config, stage, hardware, as_configured)
+            return _of_training(config, stage, hardware, same_training)
     if PPO in part:
-        return _of_ppo(config, shape, hardware, as_configured)
+        return _of_ppo(config, shape, hardware, same_training)
     return _of_evaluation(config, shape, hardware)
 
 
 def _of_training(
-    config: PipelineConfig, stage: TrainingStage, hardware: Hardware, as_configured: bool
+    config: PipelineConfig, stage: TrainingStage, hardware: Hardware, same_training: bool
 ) -> Iterator[Candidate]:
     section = config.training_sections[stage]
     longest = largest_pass(config, stage).longest
     # `PipelineConfig.problems` refuses more ranks than rows of a batch.
     ranks = _numbers(section.deepspeed.ranks, min(hardware.count, section.batch_size))
     tokens = _sizes(section.micro_batch_tokens, longest)
-    kinds = _kinds_of_training(section.lora, as_configured, section.deepspeed.dtype)
+    kinds = _kinds_of_training(section.lora, same_training, section.deepspeed.dtype)
     for count, size, (precision, lora) in product(ranks, tokens, kinds):
         for sharding in _shardings(count, hardware):
             deepspeed = _sharded(section.deepspeed, {"ranks": count, **sharding, **precision})
@@ -458,11 +458,11 @@ def _with_section(
 
 
 def _of_ppo(
-    config: PipelineConfig, shape: ModelShape, hardware: Hardware, as_configured: bool
+    config: PipelineConfig, shape: ModelShape, hardware: Hardware, same_training: bool
 ) -> Iterator[Candidate]:
     before = config.ppo
     sizes = _sizes(before.micro_batch_tokens, config.max_sequence_tokens)
-    kinds = _kinds_of_training(before.lora, as_configured, *_dtypes(before))
+    kinds = _kinds_of_training(before.lora, same_training, *_dtypes(before))
     for placed in _placements(before, shape, hardware):
         for size, (precision, lora) in product(sizes, kinds):
             for sharding in _shardings(placed.policy_deepspeed.ranks, hardware):
@@ -637,11 +637,11 @@ def _sizes(configured: int, least: int) -> list[int]:
 
 
 def _kinds_of_training(
-    lora: LoraConfig | None, as_configured: bool, *dtypes: str
+    lora: LoraConfig | None, same_training: bool, *dtypes: str
 ) -> list[tuple[dict[str, Any], LoraConfig | None]]:
     """Return changes of the precision with the adapters: as configured, all in bfloat16, with adapters."""
     kinds: list[tuple[dict[str, Any], LoraConfig | None]] = [({}, lora)]
-    if as_configured:
+    if same_training:
         return kinds
     if "float32" in dtypes:
         kinds.append(({"dtype": "bfloat16"}, lora))

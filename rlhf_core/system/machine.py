@@ -22,7 +22,7 @@ _AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 _DRIVERS = {"NVIDIA": "sys/module/nvidia/version", "amdgpu": "sys/module/amdgpu/version"}
 """Files in which the kernel modules of GPUs tell their versions, also inside a container."""
 
-# Reading it takes a millisecond, and each configuration asks for that of torch.
+# Reading a version takes a millisecond, and loading a configuration reads that of torch.
 _version = cache(importlib.metadata.version)
 
 

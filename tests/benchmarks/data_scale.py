@@ -88,8 +88,8 @@ GONE_SECONDS = 60.0
 def texts(seed: int | str, sentences: int) -> Iterator[str]:
     """Yield texts without end, with `--short` of as many words as the others have sentences."""
     pages = " ".join(page.read_text() for page in sorted(DOCS.glob("*.md")))
-    # Without marks of thoughts, which would make a row one that is refused.
     found = [part.strip() for part in re.split(r"(?<=[.:])\s+", pages) if 20 < len(part) < 200]
+    # The stage refuses rows with thoughts.
     found = [part for part in found if "<think>" not in part]
     if SHORT:
         found = sorted(set(re.findall("[a-z]{3,12}", pages)))

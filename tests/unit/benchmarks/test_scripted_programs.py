@@ -80,7 +80,7 @@ def test_the_controller_is_measured_for_each_number_of_ranks(
     "parts",
     [
         {"drift": 1, "steps": 2, "encode": 3, "digest": 2},
-        # Each of them starts processes.
+        # `memory`, `open` and `bucket` start processes.
         pytest.param({"memory": 4, "open": 4, "digest": 2, "bucket": 4}, marks=pytest.mark.slow),
     ],
 )
