@@ -339,7 +339,8 @@ def _unpacked(packed: bytes) -> Iterator[Found]:
         for counts, lengths, longest_turn in each:
             columns = []
             for count in counts:
-                columns.append(Numbers(ids[at : at + count]))
+                # Copied: a held-out row, which is kept, would keep the tokens of its whole part.
+                columns.append(Numbers(ids[at : at + count].copy()))
                 at += count
             found.append(Tokens(tuple(columns), lengths, longest_turn))
         yield found

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -111,6 +112,21 @@ def test_rows_that_are_encoded_in_parts_are_those_that_are_encoded_alone(
     assert any(isinstance(found, str) for found in alone)
     assert encode(byte_tokenizer, tmp_path, rows) == alone
     assert encode(byte_tokenizer, tmp_path, rows) == alone
+
+
+def test_a_row_that_is_kept_keeps_no_other_tokens_of_its_part(byte_tokenizer: Any, tmp_path: Path) -> None:
+    encoder = Encoder(byte_tokenizer, "chat")
+    rows = records(0, COUNT)
+    with parts.encoding({"preference": rows}, encoder, BOUNDS, tmp_path, 1) as (_, again):
+        kept = again("preference")[0]
+    alone = parts._found(rows[0].record, "preference", encoder, BOUNDS)
+    assert isinstance(kept, list) and isinstance(alone, list)
+    held = 0
+    for column in kept[0].ids:
+        array = np.asarray(column)
+        # An array that is a part of another one keeps the whole of it.
+        held += (array if array.base is None else array.base).nbytes
+    assert held == 4 * sum(map(len, alone[0].ids))
 
 
 def test_a_part_that_is_there_is_not_encoded_again(
