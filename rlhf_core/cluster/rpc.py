@@ -265,7 +265,7 @@ class GpuSampler:
 class RayObjects:
     """The results of calls, in Ray.
 
-    `rlhf_core.testing.cluster.LocalObjects` holds them in the process of a test.
+    `tests.support.scripted_actors.LocalObjects` holds them in the process of a test.
     """
 
     def now(self) -> float:

@@ -19,14 +19,12 @@ A stage or a training loop:
     assert metrics.column("train/loss")[-1] < 0.1
     assert (context.output / "model" / "config.json").exists()
 
-The other fakes are in modules of their own. `trainer`, `ranks` and `fleet` import torch.
+The other fakes are in modules of their own. `trainer` and `ranks` import torch.
 
     data       writes a small data artifact
     engines    a scripted vLLM engine
     trainer    a scripted training engine
     ranks      ranks and engines of the stages other than PPO, in this process
-    fleet      the ranks and engines of PPO, in this process
-    cluster    the nodes of a Ray cluster, and actors whose calls run in this process
 
 The context managers `scripted_engines`, `scripted_trainers` and `scripted_ranks` replace classes of this
 package until they end. The other fakes are arguments.

@@ -57,8 +57,8 @@ from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.store import Store
 from rlhf_core.system.heartbeat import Monitor, Participant, register
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
+from tests.support.scripted_fleet import ScriptedRank
 from tests.support.small_ppo import local_context
 
 CASES = ((1, 512, 512), (8, 4096, 2048), (64, 16_384, 8192), (1000, 100_000, 8192))

@@ -46,8 +46,8 @@ from rlhf_core.ppo.training.experience import ResponseSums
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import Exchange, ExperienceInputs
 from rlhf_core.rewards.compose import RewardComposer
-from rlhf_core.testing.fleet import ScriptedRank
 from rlhf_core.types import PromptExample
+from tests.support.scripted_fleet import ScriptedRank
 from tests.support.small_ppo import local_context
 
 SIZES = (1, 2, 4, 8)

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from rlhf_core.cluster.placement import RayCluster, sum_of
 from rlhf_core.cluster.rpc import Pending, RemoteActor
-from rlhf_core.testing.cluster import LocalObjects, local_actor
+from tests.support.scripted_actors import LocalObjects, local_actor
 
 
 def node(

@@ -26,9 +26,9 @@ from rlhf_core.ppo.training.batch import (
     header_of,
 )
 from rlhf_core.rewards.compose import RewardBatch
-from rlhf_core.testing.cluster import local_actor
-from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, RewardInput, Rollout
+from tests.support.scripted_actors import local_actor
+from tests.support.scripted_fleet import ScriptedFleet, ScriptedRank
 
 SEED, VERSION, PLACES, SAMPLES = 7, 5, 4, 2
 PROMPTS = [PromptExample(f"p{i}", f"question {i}", (i,) * (1 + 3 * i % 7), {"answer": i}) for i in range(30)]

@@ -37,7 +37,6 @@ BOUNDED = {
     "flows/pages.py: self._changed.wait()": "a daemon thread that has nothing else to do",
     "flows/tasks.py: state.result()": "the state of a task that has ended",
     "rlhf_core/rewards/python_function.py: self._process.wait()": "after SIGKILL",
-    "rlhf_core/testing/cluster.py: arg.result()": "scripted calls run at once, so their futures are done",
     "rlhf_core/rewards/chat_service.py: asked.result()": "the question has an answer or an error",
     "rlhf_core/cluster/mailbox.py: self._replies.get()": "the stage's process ends this one if it ends",
     "rlhf_core/storage/checkpoints.py: self._background_upload[1].result()": (

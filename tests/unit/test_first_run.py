@@ -29,10 +29,10 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import WeightSyncError
 from rlhf_core.ppo.controller import PPOController
 from rlhf_core.ppo.fleet.fleet import Fleet
-from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from tests.gpu import parts, resumable
 from tests.gpu.first_run import PARTS, Missing, Part, _device, run_parts
+from tests.support.scripted_fleet import ScriptedFleet, ScriptedRank
 from tests.unit.ppo.test_controller import Controller, _Experience
 
 ROOT = Path(__file__).parents[2]

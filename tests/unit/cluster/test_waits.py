@@ -20,7 +20,7 @@ import pytest
 from rlhf_core.cluster.rpc import FEW, Pending, fetch, receive
 from rlhf_core.errors import WorkerDied, WorkerStuck
 from rlhf_core.ppo.fleet.engine_actor import RayEngineClient
-from rlhf_core.testing.cluster import LocalObjects, local_actor
+from tests.support.scripted_actors import LocalObjects, local_actor
 
 
 class Evicting(LocalObjects):

@@ -28,8 +28,8 @@ from rlhf_core.ppo.watching.selection import HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.seeds import derive_seed
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, RewardInput
+from tests.support.scripted_fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 
 PROMPTS = [PromptExample(f"p{i}", "What is it?", (1,), source="ab"[i % 2]) for i in range(4)]
 NAN = float("nan")

@@ -52,9 +52,9 @@ from rlhf_core.storage.store import Store
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample, RewardInput, StageContext
+from tests.support.scripted_fleet import ScriptedEngineActor, ScriptedFleet
 from tests.unit.ppo.test_recording import PPO, PROMPTS, Models, respond
 
 STEP, ROW, TOKEN = 3, 2, 1

@@ -35,12 +35,12 @@ from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
-from rlhf_core.testing.cluster import ended
 from rlhf_core.testing.engines import Reply, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample, Rollout, StageContext
 from tests.support.checkpoints import keep
+from tests.support.scripted_actors import ended
+from tests.support.scripted_fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from tests.unit.ppo.watching.test_step_checks import GOOD
 
 

@@ -16,7 +16,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.ppo.training.batch import RolloutColumns, row_columns
 from rlhf_core.ppo.training.rank_rows import ExperienceInputs, RankBatch, experience_of_rank
 from rlhf_core.ppo.update import Updater, make_experience
-from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
+from tests.support.scripted_fleet import ScriptedFleet, ScriptedRank
 from tests.unit.ppo.fleet.test_fleet import chunked
 
 COUNT = 40

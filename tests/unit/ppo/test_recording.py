@@ -38,9 +38,9 @@ from rlhf_core.record.writer import RecordWriter
 from rlhf_core.rewards.compose import RewardComposer
 from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample
+from tests.support.scripted_fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 
 PROMPTS = [PromptExample(f"p{i}", f"question {i}", (1, i), {}, "ab"[i % 2]) for i in range(10)]
 STEPS = 5

@@ -30,8 +30,8 @@ from rlhf_core.ppo.training.experience import Whitening
 from rlhf_core.ppo.training.loss_step import OptimizerStep
 from rlhf_core.ppo.training.rank_rows import CriticInputs, Exchange, _packed, _unpacked
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater
-from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, SFTExample
+from tests.support.scripted_fleet import ScriptedFleet, ScriptedRank
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]  # of the responses: 52 tokens
 UNSCORED = (2, 5)  # 4 + 9 tokens

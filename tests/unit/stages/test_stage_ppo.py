@@ -27,10 +27,10 @@ from rlhf_core.ppo.controller import PPOController
 from rlhf_core.stages import ppo
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
-from rlhf_core.testing.fleet import ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PairExample, StageContext
 from tests.support.chat_server import ChatServer
+from tests.support.scripted_fleet import ScriptedFleet, ScriptedRank
 
 
 class SavedBySelf(torch.nn.Module):

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 import pytest
 
 from rlhf_core.cluster.rpc import Pending, fetch, ready, wait_for_first
-from rlhf_core.testing.cluster import LocalObjects, local_actor
+from tests.support.scripted_actors import LocalObjects, local_actor
 from tests.support.scripted_cluster import ScriptedCluster, node
 
 

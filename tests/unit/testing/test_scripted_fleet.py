@@ -26,11 +26,11 @@ from rlhf_core.errors import InfrastructureError, WorkerStuck
 from rlhf_core.ppo.fleet.worker import ModelWorker
 from rlhf_core.ppo.sampling.rollouts import Collector, read_responses
 from rlhf_core.ppo.training.batch import ModelScores, RolloutBatch, RolloutColumns
-from rlhf_core.testing.cluster import NEVER, local_actor
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample
+from tests.support.scripted_actors import NEVER, local_actor
+from tests.support.scripted_fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 
 PROMPTS = [PromptExample(f"p{i}", f"question {i}", (1, i)) for i in range(8)]
 

@@ -21,7 +21,7 @@ from rlhf_core.config import PipelineConfig
 from rlhf_core.config.placement import PlacementPlan, plan
 from rlhf_core.errors import ConfigError
 from rlhf_core.ppo.fleet.placement import Placement, assign, use_gpus
-from rlhf_core.testing.fleet import ScriptedRank
+from tests.support.scripted_fleet import ScriptedRank
 
 
 def planned(ranks: int, engines: int, **ppo: Any) -> PlacementPlan:

@@ -45,8 +45,8 @@ from rlhf_core.ppo.sampling.schedule import SynchronousRollouts
 from rlhf_core.ppo.training.batch import RolloutBatch
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult, Selection
 from rlhf_core.testing import RecordingMetrics
-from rlhf_core.testing.fleet import ScriptedFleet
 from tests.integration.deepspeed_memory import small_model, train
+from tests.support.scripted_fleet import ScriptedFleet
 
 SHARDED = {"zero_stage": 2, "ranks": 1}
 TINY: dict[str, Any] = {

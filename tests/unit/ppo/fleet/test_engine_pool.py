@@ -23,9 +23,9 @@ from rlhf_core.config.ppo_sections import EngineConfig
 from rlhf_core.errors import WorkerDied
 from rlhf_core.ppo.fleet.engine_actor import EngineActor
 from rlhf_core.ppo.fleet.engine_pool import EnginePool
-from rlhf_core.testing.cluster import NEVER, local_actor
 from rlhf_core.testing.engines import Reply, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedActorClient, ScriptedEngineActor, ScriptedMonitor
+from tests.support.scripted_actors import NEVER, local_actor
+from tests.support.scripted_fleet import ScriptedActorClient, ScriptedEngineActor, ScriptedMonitor
 
 LIMIT = 30.0
 

@@ -41,10 +41,10 @@ from rlhf_core.ppo.training.batch import (
     route,
     row_columns,
 )
-from rlhf_core.testing.cluster import NEVER, ended
 from rlhf_core.testing.engines import Reply, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample, Rollout
+from tests.support.scripted_actors import NEVER, ended
+from tests.support.scripted_fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic", "reward")
 USAGE = Usage(1.0, 2)

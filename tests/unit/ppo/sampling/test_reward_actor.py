@@ -30,8 +30,8 @@ from rlhf_core.ppo.sampling.rollouts import Collector, Composer, decoded
 from rlhf_core.ppo.training.batch import ModelScores, RolloutBatch, RolloutColumns
 from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.testing.engines import Reply, Request, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample
+from tests.support.scripted_fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from tests.support.scripted_machine import ScriptedMachine, on_machine
 
 R = TypeVar("R")

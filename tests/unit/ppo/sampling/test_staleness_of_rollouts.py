@@ -47,9 +47,9 @@ from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
 from rlhf_core.testing import FolderCheckpoints, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine
-from rlhf_core.testing.fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from rlhf_core.types import PromptExample
 from tests.support.checkpoints import keep
+from tests.support.scripted_fleet import ScriptedEngineActor, ScriptedFleet, ScriptedRank
 from tests.unit.ppo.test_controller import FORTY, Controller, _Experience
 
 Events = list[tuple[Any, ...]]

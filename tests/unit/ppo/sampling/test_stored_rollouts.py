@@ -17,9 +17,9 @@ from rlhf_core.data.dataset import Rows
 from rlhf_core.ppo.sampling.schedule import StoredRollouts
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, columns_of, header_of
 from rlhf_core.rewards.compose import RewardBatch
-from rlhf_core.testing.cluster import ended
-from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.types import PromptExample, Rollout
+from tests.support.scripted_actors import ended
+from tests.support.scripted_fleet import ScriptedFleet
 from tests.support.scripted_rollouts import rollouts
 
 REPEATED = [

@@ -31,8 +31,8 @@ from rlhf_core.ppo.watching.utilisation import (
     padding_share,
     sync_metrics,
 )
-from rlhf_core.testing.fleet import ScriptedFleet
 from rlhf_core.types import PromptExample
+from tests.support.scripted_fleet import ScriptedFleet
 
 
 def batch_of(lengths: list[int], prompt: int) -> RolloutBatch:

@@ -35,8 +35,8 @@ from rlhf_core.ppo.sampling.reward_actor import RewardActor
 from rlhf_core.ppo.training.batch import RolloutColumns
 from rlhf_core.system.heartbeat import Monitor, Participant, State
 from rlhf_core.system.processes import ProcessId
-from rlhf_core.testing.cluster import TimedObjects, ended, local_actor
 from rlhf_core.testing.engines import ScriptedEngine
+from tests.support.scripted_actors import TimedObjects, ended, local_actor
 
 A = TypeVar("A", bound=Actor)
 R = TypeVar("R")
