@@ -7,8 +7,7 @@
     {"event": "progress", "task": "ppo", "done": 31, "total": 100, "unit": "steps", "metrics": {...}}
     {"event": "warning", "message": "...", "guard": "loops"}
                                               a warning or error of the log that is also shown to the user;
-                                              `guard` if it comes from one of PPO's guards, `advice` if it is
-                                              advice on settings of PPO
+                                              `guard` if it comes from one of PPO's guards
     {"event": "result", "artifact": {...}}    the last line of a successful child
     {"event": "error", "type": "...", "message": "..."}
                                               the last line of a child that reported a failure
@@ -116,15 +115,15 @@ class Warnings(logging.Handler):
             self.handleError(record)
             return
         text = re.sub(r"\d+", "#", message)
-        names = {kind: getattr(record, kind) for kind in ("guard", "advice") if hasattr(record, kind)}
-        is_limited = record.levelno < logging.ERROR and not names
+        guard = {"guard": record.guard} if hasattr(record, "guard") else {}
+        is_limited = record.levelno < logging.ERROR and not guard
         if text in self._sent_kinds or (is_limited and not self._left):
             return
         self._sent_kinds.add(text)
         if is_limited:
             self._left -= 1
         last = "; further warnings are in the log" if is_limited and not self._left else ""
-        self._events.send("warning", message=message + last, **names)
+        self._events.send("warning", message=message + last, **guard)
 
 
 def error_event(error: BaseException) -> dict[str, Any]:

@@ -46,7 +46,6 @@ from rlhf_core.ppo.sampling.schedule import rollouts_of
 from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import OwnAdvantages
 from rlhf_core.ppo.update import CriticWarmup, Experience, Updater, make_experience
-from rlhf_core.ppo.watching.advice import Advice
 from rlhf_core.ppo.watching.guards import TRAINS_POLICY, check_evaluations
 from rlhf_core.ppo.watching.selection import HeldOutResult, Selection
 from rlhf_core.ppo.watching.step_checks import StepChecks, SyncCheck
@@ -135,8 +134,6 @@ class PPOController:
         self._checks = StepChecks(ppo, context.checkpoints.best)
         self._utilisation = Utilisation(settings, fleet)
         self._steps_since_sync = StepsSinceSync()
-        # The configured section: in `ppo`, `pack` is False also where a model does not support it.
-        self._advice = Advice(settings.ppo, fleet.device)
         self._weights: str | None = None
         """Digest of the weights that the engines got last."""
         self._checkpoint_seconds = 0.0
@@ -241,11 +238,10 @@ class PPOController:
             tokens = int(batch.lengths_B.sum())
             self._timings["rollout/tokens_per_s"] = tokens / self._timings["timing/rollout"]
         self._timings["timing/step"] = time.monotonic() - started
-        since_sync = self._steps_since_sync
-        since_sync.add(batch, self._timings)
+        self._steps_since_sync.add(batch, self._timings)
         if sync_is_due:
             self._timings |= self._utilisation_since_sync()
-        metrics = {
+        return {
             TRAINS_POLICY: 0.0,  # of a skipped step
             **finite(experience.metrics),
             **update,
@@ -254,11 +250,6 @@ class PPOController:
             "objective/kl_coef": self._kl.coef,  # adapted by `_train`: that of the next step
             **self._timings,
         }
-        # Engines that waited for an evaluation or a checkpoint look idle, and the rules would advise against
-        # them.
-        if sync_is_due and not since_sync.engines_waited:
-            self._advice.check(metrics | since_sync.timings, step)
-        return metrics
 
     def _sync_after_step(self) -> None:
         # After the training: with filtering, the reward ranks get the next batch here, and a rank keeps one.
@@ -272,8 +263,7 @@ class PPOController:
         self._compare_engines()
 
     def _utilisation_since_sync(self) -> Metrics:
-        """Return how busy the processes were since the last sync, for `ppo.watching.advice`. To be called
-        when no process works.
+        """Return how busy the processes were since the last sync. To be called when no process works.
 
         Returns {} if the engines waited for an evaluation or a checkpoint in between.
         """

@@ -258,7 +258,6 @@ class PipelineRun:
         elif stage == "ppo":
             # All commands of a pipeline have one run in MLflow, so these tags are of an earlier command.
             self.tracking.remove_tags(self.parent_run_id, "rlhf.guard.")
-            self.tracking.remove_tags(self.parent_run_id, "rlhf.advice.")
             self._raised, self._unseen = {}, None
             self._note_guards()
         self.home.progress(self.name).unlink(missing_ok=True)  # of an earlier attempt
@@ -301,13 +300,11 @@ class PipelineRun:
             raise budget_spent(budget, spec.stage)
         return left
 
-    def tag_message(self, name: str, message: str) -> None:
-        """Store a message of PPO as the tag `rlhf.{name}` of the MLflow run: `guard.loops`, `advice.sync`."""
-        self.tracking.set_tags(self.parent_run_id, {f"rlhf.{name}": message})
-        kind, _, guard = name.partition(".")
-        if kind == "guard":
-            self._raised.setdefault(guard, message.partition(":")[0])
-            self._note_guards()
+    def record_guard(self, guard: str, message: str) -> None:
+        """Record a guard of PPO that was raised, also as the tag `rlhf.guard.{guard}` of the MLflow run."""
+        self.tracking.set_tags(self.parent_run_id, {f"rlhf.guard.{guard}": message})
+        self._raised.setdefault(guard, message.partition(":")[0])
+        self._note_guards()
 
     def record_resumed(self, stage: StageName, step: int) -> None:
         """Record that the training continues after `step`. In the first attempt of this process, it is not

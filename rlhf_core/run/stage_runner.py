@@ -159,9 +159,8 @@ def get_or_run_stage(
                 run.record_progress(stage, event)
             if event["event"] == "resumed":
                 run.record_resumed(stage, event["step"])
-            for kind in ("guard", "advice"):
-                if event["event"] == "warning" and kind in event:
-                    run.tag_message(f"{kind}.{event[kind]}", event["message"])
+            if event["event"] == "warning" and "guard" in event:
+                run.record_guard(event["guard"], event["message"])
             prepare_next(run, stage, event)
             # Before the display and the handler: an error there must not undo that a checkpoint was made.
             retry_policy.on_event(event)

@@ -349,11 +349,6 @@ class Fleet:
     # -- calls --
 
     @property
-    def device(self) -> str:
-        """ "cpu" or "cuda"."""
-        return self._device
-
-    @property
     def distinct_groups(self) -> list[WorkerGroup]:
         """Each group once, although it serves several roles."""
         return list({group.group.name: group for group in self.groups.values()}.values())

@@ -1,7 +1,7 @@
 """How busy the processes of PPO are in each step.
 
     counters of ranks and engines (`cluster.rpc`) --+
-    timings of the controller ----------------------+--> metrics of the step --> MLflow, `ppo.watching.advice`
+    timings of the controller ----------------------+--> metrics of the step --> MLflow (docs/tuning.md)
     lengths and micro-batches of the rollouts ------+
 
 The counters are read after a weight sync, when no process works: at the end of each step, or with

@@ -376,7 +376,7 @@ def test_warnings_are_logged_and_tagged(
 ) -> None:
     checked = checked_in(tmp_path, database, ppo={"kl": {"estimator": "k3"}})
     with pytest.raises(RuntimeError), open_run(checked, "data", "data") as run:
-        run.tag_message("guard.loops", "step 4: guard loops: 30 %")
+        run.record_guard("loops", "step 4: guard loops: 30 %")
         raise RuntimeError("asked enough")
     tags = tags_of(run)
     about = {"rlhf.algorithm": "PPO", "rlhf.base_model": "model.tiny", "rlhf.seed": "0"}
@@ -560,16 +560,15 @@ def test_rerun_removes_outdated_warning_tags(tmp_path: Path, database: Path) -> 
     first = PipelineRun(checked_in(tmp_path, database).config, "demo.yaml")
     first.tags = {"rlhf.warnings": "ppo.kl.estimator: k3"}
     first.ensure_parent()
-    first.tag_message("guard.loops", "step 4: guard loops: 30 %")
-    first.tag_message("advice.sync", "advice, step 4: 30 %")
+    first.record_guard("loops", "step 4: guard loops: 30 %")
     run = PipelineRun(first.config, "demo.yaml")
     run.ensure_parent()
-    assert _warnings_of(run) == {"rlhf.guard.loops", "rlhf.advice.sync"}
+    assert _warnings_of(run) == {"rlhf.guard.loops"}
     run.record_start("sft", tmp_path / "log")
-    assert _warnings_of(run) == {"rlhf.guard.loops", "rlhf.advice.sync"}
+    assert _warnings_of(run) == {"rlhf.guard.loops"}
     run.record_start("ppo", tmp_path / "log")
     assert _warnings_of(run) == set()
-    run.tag_message("guard.loops", "step 5: guard loops: 30 %")
+    run.record_guard("loops", "step 5: guard loops: 30 %")
     run.record_start("ppo", tmp_path / "log")  # the second try of the same run
     assert _warnings_of(run) == {"rlhf.guard.loops"}
     again = PipelineRun(first.config, "demo.yaml")
@@ -585,12 +584,11 @@ def test_the_report_has_the_guards_of_ppo_that_were_raised_in_this_run(
     assert run.remarks == {}, "PPO may be reused, and its guards are those of another run"
     run.record_start("ppo", tmp_path / "log")
     assert run.remarks == {"guards raised": "none"}
-    run.tag_message("guard.eos_loss", "step 44: guard eos_loss: 0.0% of the responses end with EOS")
-    run.tag_message("advice.sync", "advice, step 4: 30 %")
+    run.record_guard("eos_loss", "step 44: guard eos_loss: 0.0% of the responses end with EOS")
     run.record_start("ppo", tmp_path / "log")  # the second try of the same run
     run.record_resumed("ppo", 40)
-    run.tag_message("guard.loops", "step 45: guard loops: 98%")
-    run.tag_message("guard.loops", "step 60: guard loops: 97%")
+    run.record_guard("loops", "step 45: guard loops: 98%")
+    run.record_guard("loops", "step 60: guard loops: 97%")
     assert run.remarks == {"guards raised": "eos_loss (step 44), loops (step 45)"}
 
 
@@ -604,14 +602,14 @@ def test_the_report_of_a_run_that_another_process_began_does_not_deny_its_guards
     run.record_start("ppo", tmp_path / "log")
     run.record_resumed("ppo", 40)
     assert run.remarks == {"guards raised": "none; not known up to step 40"}
-    run.tag_message("guard.loops", "step 45: guard loops: 98%")
+    run.record_guard("loops", "step 45: guard loops: 98%")
     run.record_start("ppo", tmp_path / "log")
     run.record_resumed("ppo", 50)
     assert run.remarks == {"guards raised": "loops (step 45); not known up to step 40"}
 
 
 def _warnings_of(run: PipelineRun) -> set[str]:
-    return {name for name in tags_of(run) if name.startswith(("rlhf.warnings", "rlhf.guard", "rlhf.advice"))}
+    return {name for name in tags_of(run) if name.startswith(("rlhf.warnings", "rlhf.guard"))}
 
 
 def test_stages_with_rewards_get_digests_of_their_code(tmp_path: Path) -> None:

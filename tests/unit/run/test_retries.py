@@ -184,12 +184,11 @@ def test_a_run_stops_when_its_budget_is_spent_and_goes_on_with_a_larger_one(stag
 WARNS = f"""
 events.send("warning", message="the disk is nearly full")
 events.send("warning", message="step 4: guard loops: 30 %", guard="loops")
-events.send("warning", message="advice, step 4: 30 %", advice="sync")
 {FAILS}
 """
 
 
-def test_guards_and_advice_become_tags_of_the_run(stages: Stages) -> None:
+def test_guards_become_tags_of_the_run(stages: Stages) -> None:
     run = stages.run(WARNS)
     inputs: dict[StageName, ArtifactRef] = {
         stage: ArtifactRef(stage, "a" * 16, f"digest-{stage}", f"/store/{stage}")
@@ -199,11 +198,8 @@ def test_guards_and_advice_become_tags_of_the_run(stages: Stages) -> None:
         get_or_run_stage(run, "ppo", inputs, RetryPolicy(0))
     assert run.parent_run_id is not None
     tags = run.tracking.mlflow.tags(run.parent_run_id)
-    noted = {name: text for name, text in tags.items() if name.startswith(("rlhf.guard", "rlhf.advice"))}
-    assert noted == {
-        "rlhf.guard.loops": "step 4: guard loops: 30 %",
-        "rlhf.advice.sync": "advice, step 4: 30 %",
-    }
+    noted = {name: text for name, text in tags.items() if name.startswith("rlhf.guard")}
+    assert noted == {"rlhf.guard.loops": "step 4: guard loops: 30 %"}
 
 
 @pytest.mark.parametrize("started", [True, False])
