@@ -107,7 +107,7 @@ def rendezvous(
 
     _choose_gloo_interface(address)
     store = vars(dist)["TCPStore"]  # missing in torch's type stubs
-    # The store must not wait for `size` clients: where receivers forward weights, it has more of them.
+    # The group that is made of the store waits for all, and not the store.
     if listener is None:
         return store(address, port, size, False, timeout, wait_for_workers=False)
     # Detached, because the store closes the descriptor itself.

@@ -44,7 +44,6 @@ BOUNDED = {
     ),
     "rlhf_core/system/heartbeat.py: self._thread.join()": "a thread that polls twice a second and then ends",
     "rlhf_core/engines/sync/wire.py: work.wait()": "the group's timeout, run.timeouts.sync",
-    "rlhf_core/engines/sync/wire.py: self._forwarding[0].wait()": "the same",
     "rlhf_core/engines/sync/sender.py: joined.result()": "RayEngineClient waits for run.timeouts.sync",
     "rlhf_core/engines/sync/sender.py: received.result()": "RayEngineClient waits for run.timeouts.sync",
     "rlhf_core/engines/sync/sender.py: sending.wait()": "is completed",

@@ -28,7 +28,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rlhf_core.engines.sync.wire import (
     GlooSource,
-    Route,
     TensorSpec,
     folder_tensors,
     receive_buckets,
@@ -45,8 +44,10 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm is unt
 
     sender: tuple[str, int]
     """Address and port of the sender."""
-    routes: list[Route]
-    """The route of each worker of this engine."""
+    rank_offset: int
+    """Rank of the first worker of this engine in the sender's group."""
+    world_size: int
+    """Number of processes in the group."""
     bucket_bytes: int
     timeout: float
 
@@ -67,9 +68,11 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):  # type:
     update_info_cls = GlooUpdateInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        # Routes are plain lists if vLLM sent them to another process.
-        route = Route(*init_info.routes[self.parallel_config.rank])
-        self._source: GlooSource | None = GlooSource(*init_info.sender, route, init_info.timeout)
+        rank = init_info.rank_offset + self.parallel_config.rank
+        address, port = init_info.sender
+        self._source: GlooSource | None = GlooSource(
+            address, port, rank, init_info.world_size, init_info.timeout
+        )
         self._bucket_bytes = init_info.bucket_bytes
 
     def start_weight_update(self) -> None:

@@ -3,7 +3,7 @@ collective operation. Rank 0 transmits them and calls the engines.
 
 start  ->  update (engines receive while rank 0 sends)  ->  finish(version)  ->  compare acknowledgements
 
-gloo    rank 0 sends buckets through process groups of its own (`wire`)
+gloo    rank 0 sends buckets through a process group of its own (`wire`)
 nccl    rank 0 broadcasts packed buckets, by vLLM's trainer engine
 ipc     each rank shares its memory with the engine on the same GPU, by vLLM's trainer engine
 """
@@ -30,7 +30,6 @@ from rlhf_core.engines.sync.wire import (
     cut,
     pack,
     plain_handles,
-    routes,
     tensor_checksum,
     verify,
 )
@@ -149,19 +148,18 @@ class _GlooTransport:
 
     def _connect(self, client: EngineClient, transport: TransportConfig, listener: socket.socket) -> None:
         """Join the engines."""
-        paths = routes(transport.sender[0], transport.receivers)
-        workers = transport.workers
         info = {
             "sender": transport.sender,
-            # The routes of the workers of each engine.
-            "routes": [paths[first : first + workers] for first in range(0, len(paths), workers)],
+            # Rank 0 is the sender. Each engine adds the workers before its own.
+            "rank_offset": 1,
+            "world_size": transport.processes,
             "bucket_bytes": self._bucket_bytes,
             "timeout": transport.timeout,
         }
         # In a thread: the engines' call only returns after the sender has joined as well.
         with ThreadPoolExecutor(1) as pool:
             joined = pool.submit(client.init_weight_transfer_engine, info)
-            self._group = GlooSender(listener, paths[0].size, transport.timeout)
+            self._group = GlooSender(listener, transport.processes, transport.timeout)
             joined.result()
 
     def send(self, version: str) -> None:
@@ -281,7 +279,7 @@ class VllmTransport:
                 master_address=transport.sender[0],
                 # Only the port of rank 0 is used.
                 master_port=free_port(),
-                world_size=len(transport.receivers) + 1,
+                world_size=transport.processes,
                 rank=rank,
                 packed_buffer_size_bytes=transport.bucket_bytes,
                 # With more, vLLM alternates between streams, and memory that DeepSpeed frees on one of them

@@ -1,12 +1,11 @@
-"""How weights travel: tensors packed into buckets, sent through gloo groups, and checked by checksums.
+"""How weights travel: tensors packed into buckets, sent through a gloo group, and checked by checksums.
 
     sender (policy rank 0)              receivers (one per engine worker)
       pack bucket k+1  |  broadcast bucket k  ->   join, checksum, load bucket k
 
-Both sides cut the same buckets from names, dtypes and shapes alone. The sender has a gloo group with the
-receivers on its host and with one on each other host, which forwards to the others there. The groups are for
-CPUs and for hardware without NCCL. They are separate from the training group, and each of their operations
-has a timeout.
+Both sides cut the same buckets from names, dtypes and shapes alone. The gloo group of sender and receivers is
+for CPUs and for hardware without NCCL. It is separate from the training group, and each of its operations has
+a timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as _dist
@@ -251,44 +250,9 @@ class TransportConfig:
     """Time limit of each operation of the gloo transport, in seconds: `run.timeouts.sync`."""
 
     @property
-    def receivers(self) -> list[str]:
-        """Hosts of the workers of all engines."""
-        return [host for host in self.engines for _ in range(self.workers)]
-
-
-class Route(NamedTuple):
-    """How a receiver gets what is sent: in the sender's group, or from a receiver on its host."""
-
-    rank: int
-    """Rank of the receiver in the sender's group; 0 if it is not in it."""
-    size: int
-    """Number of processes in the sender's group."""
-    relay: str
-    """Name of the group in which the first receiver on a host forwards to the others; empty: none."""
-    relay_rank: int
-    relay_size: int
-
-
-def routes(sender: str, hosts: Sequence[str]) -> list[Route]:
-    """Return the route of each receiver, so that the weights enter each host once.
-
-    Args:
-        sender: Host of the sender.
-        hosts: Host of each receiver.
-    """
-    on_host: dict[str, list[int]] = {}
-    for receiver, host in enumerate(hosts):
-        on_host.setdefault(host, []).append(receiver)
-    firsts = {receivers[0] for receivers in on_host.values()}
-    direct = sorted(firsts.union(on_host.get(sender, ())))
-    routes = []
-    for receiver, host in enumerate(hosts):
-        neighbours = on_host[host]
-        # Rank 0 is the sender.
-        rank = direct.index(receiver) + 1 if receiver in direct else 0
-        relay = host if host != sender and len(neighbours) > 1 else ""
-        routes.append(Route(rank, len(direct) + 1, relay, neighbours.index(receiver), len(neighbours)))
-    return routes
+    def processes(self) -> int:
+        """The sender and the workers of all engines."""
+        return 1 + len(self.engines) * self.workers
 
 
 class GlooSender:
@@ -304,7 +268,7 @@ class GlooSender:
         address, port = listener.getsockname()
         limit = timedelta(seconds=timeout)
         store = rendezvous(address, port, size, timeout=limit, listener=listener)
-        self._group = _group(store, "weights", 0, size, timeout)
+        self._group = _group(store, 0, size, timeout)
 
     def send(self, buffer: torch.Tensor) -> Any:
         """Start to broadcast a buffer (bytes,) of uint8.
@@ -320,47 +284,31 @@ class GlooSource:
     Args:
         address: Address of the sender.
         port: Port of the sender.
-        route: Route of this receiver.
+        rank: Rank of this receiver in the sender's group.
+        size: Number of processes in the group.
         timeout: Time limit of each operation, in seconds.
     """
 
-    def __init__(self, address: str, port: int, route: Route, timeout: float) -> None:
-        self._store = rendezvous(address, port, route.size, timeout=timedelta(seconds=timeout))
-        self._direct = self._relay = None
-        if route.rank:
-            self._direct = _group(self._store, "weights", route.rank, route.size, timeout)
-        if route.relay:
-            name = f"relay/{route.relay}"
-            self._relay = _group(self._store, name, route.relay_rank, route.relay_size, timeout)
-        self._forwarding: tuple[Any, torch.Tensor] | None = None
+    def __init__(self, address: str, port: int, rank: int, size: int, timeout: float) -> None:
+        store = rendezvous(address, port, size, timeout=timedelta(seconds=timeout))
+        self._group = _group(store, rank, size, timeout)
 
     def start(self, size: int) -> tuple[Any, torch.Tensor]:
         """Start to receive a buffer (size,) of uint8. `finish` waits for it."""
         buffer = torch.empty(size, dtype=torch.uint8)
-        # From the sender, or from the first receiver on this host.
-        return _broadcast(self._direct or self._relay, buffer), buffer
+        return _broadcast(self._group, buffer), buffer
 
     def finish(self, arriving: tuple[Any, torch.Tensor]) -> torch.Tensor:
-        """Wait for a buffer, and start to forward it if this is the first receiver on its host."""
+        """Wait for a buffer."""
         work, buffer = arriving
         if work is not None:
             work.wait()
-        self.flush()
-        if self._direct is not None and self._relay is not None:
-            self._forwarding = _broadcast(self._relay, buffer), buffer
         return buffer
 
-    def flush(self) -> None:
-        """Wait until the last buffer is forwarded."""
-        if self._forwarding is not None and self._forwarding[0] is not None:
-            self._forwarding[0].wait()
-        self._forwarding = None
 
-
-def _group(store: Any, name: str, rank: int, size: int, timeout: float) -> Any:
-    # Not `new_group`: engines are not in the trainers' default group. Groups that share a store need keys
-    # with different prefixes.
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
+def _group(store: Any, rank: int, size: int, timeout: float) -> Any:
+    # Not `new_group`: engines are not in the trainers' default group.
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
 
 def _broadcast(group: Any, buffer: torch.Tensor) -> Any:
@@ -391,4 +339,3 @@ def receive_buckets(
         arriving = next_one
         del buffer
         yield list(zip((spec.name for spec in bucket), tensors, strict=True))
-    source.flush()

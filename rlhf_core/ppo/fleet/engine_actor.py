@@ -132,10 +132,8 @@ class EngineActor(Actor):
         """Connect to the sender. `position` is the place of this engine among those that receive."""
         # The ranks of the workers follow from the position of their engine and not from its index, because
         # engines that were given up have no ranks.
-        offset = init_info.get("rank_offset")
-        if self._backend == "gloo":
-            init_info = {**init_info, "routes": init_info["routes"][position]}
-        elif offset is not None:
+        offset = init_info.get("rank_offset")  # with IPC there are no ranks
+        if offset is not None:
             workers_before = position * self._settings.ppo.engine.tensor_parallel
             init_info = {**init_info, "rank_offset": offset + workers_before}
         self._engine.llm.init_weight_transfer_engine({"init_info": init_info})

@@ -34,7 +34,7 @@ class _Engine:
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         address, port = info["sender"]
-        self.group = GlooSource(address, port, info["routes"][0][0], info["timeout"])
+        self.group = GlooSource(address, port, info["rank_offset"], info["world_size"], info["timeout"])
 
     def start_weight_update(self) -> None: ...
 
