@@ -315,17 +315,13 @@ class Checkpoints(Protocol):
             own: Further bytes that this process writes on its host.
         """
 
-    def save(self, step: int, folder: Path, score: float | None = None) -> None:
+    def save(self, step: int, folder: Path) -> None:
         """Commit a local folder atomically as the checkpoint of `step`. The folder is consumed.
 
         Args:
             step: Number of the last finished step.
             folder: The files of the checkpoint.
-            score: Higher is better; the best checkpoints are kept longer. None if nothing was measured.
         """
-
-    def best(self) -> str | None:
-        """Return the address of the checkpoint with the highest score, or None if none has a score."""
 
 
 class Nodes(Protocol):

@@ -49,6 +49,7 @@ REMOVED = {
     "allowed_hosts": "leave it out",
     "backoff": "it is 1 s; leave it out",
     "dispatch": "leave it out",
+    "keep_best": "leave it out",
     "logprob_gap_limit": "it is half of ppo.weight_sync.canary_tolerance; set that instead",
     "ppo.engine.max_restarts": "it is 3; leave it out",
     "optimizer.eps": "it is 1e-8; leave it out",

@@ -237,10 +237,6 @@ class StoreConfig(Section):
     # Two, because the one before is used if the newest turns out to be damaged.
     keep_checkpoints: PositiveInt = execution(2)
     """Newest intact checkpoints kept per stage"""
-    keep_best: NonNegativeInt = execution(1)
-    """Number of older checkpoints that are also kept because they are the best, by `eval/objective` (PPO) or
-    by held-out loss (SFT, DPO, reward model, but not an ensemble)
-    """
     retry_seconds: PositiveFloat = execution(60.0)
     """Seconds for which requests to a bucket are retried after temporary errors (5xx, timeouts, resets)"""
     # Off, because the run would go on with other bits, and nobody would notice (decision 10).

@@ -35,7 +35,6 @@ def new_checkpoint(
     scratch: Path,
     step: int,
     size: int,
-    score: float | None = None,
     *,
     unsharded: int | None = None,
     own: int = 0,
@@ -48,7 +47,6 @@ def new_checkpoint(
         scratch: Folder of the attempt, the same path on all hosts.
         step: Number of the last finished step.
         size: Bytes that the ranks write, approximately.
-        score: Score of the weights, higher is better; None if nothing was measured.
         unsharded: See `Checkpoints.prepare`.
         own: See `Checkpoints.prepare`.
 
@@ -63,7 +61,7 @@ def new_checkpoint(
     if context is not None:
         # Before the commit: a later attempt continues after this step and does not log its metrics again.
         context.metrics.flush()
-        context.checkpoints.save(step, folder, score)
+        context.checkpoints.save(step, folder)
         context.metrics.log_metrics({"timing/checkpoint": time.monotonic() - started}, step)
 
 
@@ -73,7 +71,6 @@ def save(
     scratch: Path,
     step: int,
     state: dict[str, Any],
-    score: float | None = None,
 ) -> None:
     """Save a checkpoint of a loop with one engine. This is a collective operation.
 
@@ -83,13 +80,12 @@ def save(
         scratch: Folder of the attempt, the same path on all hosts.
         step: Number of the last finished step.
         state: JSON values that `restore` returns.
-        score: Score of the weights, higher is better; None if nothing was measured.
 
     Raises:
         StoreError: The disk is too small.
     """
     size, unsharded = engine.checkpoint_bytes
-    with new_checkpoint(context, scratch, step, size, score, unsharded=unsharded) as folder:
+    with new_checkpoint(context, scratch, step, size, unsharded=unsharded) as folder:
         heartbeat("checkpoint")
         dist.barrier()  # no rank writes before rank 0 has emptied the folder
         engine.save_checkpoint(folder)
@@ -110,13 +106,12 @@ def after_step(
     every: int,
     total: int,
     state: dict[str, Any],
-    score: float | None = None,
 ) -> None:
     """Save a checkpoint if one is due, and leave the process if it was asked to stop. This is a collective
     operation.
 
     Args:
-        engine, context, scratch, step, state, score: See `save`.
+        engine, context, scratch, step, state: See `save`.
         every: Steps between checkpoints.
         total: Steps of the whole loop. The last step needs no checkpoint, unless the process leaves.
     """
@@ -127,7 +122,7 @@ def after_step(
     dist.all_reduce(asked)
     stop = bool(asked.item())
     if stop or (step % every == 0 and step < total):
-        save(engine, context, scratch, step, state, score)
+        save(engine, context, scratch, step, state)
     if stop:
         log.info("asked to stop: leaving after step %d", step)
         (context.stop if context is not None else StopRequest()).exit()

@@ -312,7 +312,7 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
     copies = 1
     if config.store_folder is not None:
         # One more, because the new checkpoint is committed before an old one is deleted.
-        copies = config.store.keep_checkpoints + config.store.keep_best + 1
+        copies = config.store.keep_checkpoints + 1
     # Each model is also saved once.
     needed = 200_000_000 + _parameters(config) * sum(4 + copies * size for size in _checkpoint_bytes(config))
     disk = machine().disk(folder)

@@ -131,7 +131,7 @@ class PPOController:
         self._evaluation = evaluation
         self.selection = Selection(ppo)
         """The evaluations so far, and the best version."""
-        self._checks = StepChecks(ppo, context.checkpoints.best)
+        self._checks = StepChecks(ppo)
         self._utilisation = Utilisation(settings, fleet)
         self._steps_since_sync = StepsSinceSync()
         self._weights: str | None = None
@@ -163,7 +163,7 @@ class PPOController:
         while not self._is_finished():
             metrics = self.iterate()
             self._log(metrics)
-            # Before the checkpoint: it has the score of this version, and its weights if it is the best.
+            # Before the checkpoint: it has the weights of this version if it is the best.
             self._evaluate()
             # A policy with an adapter is saved first: `trained_logprobs` needs a step of this attempt.
             if self._is_finished() and (not stop.requested or self._ppo.lora is not None):
@@ -204,8 +204,7 @@ class PPOController:
         # Before the error, so that the curves contain the evaluation that ends the run.
         self._context.metrics.log_metrics(metrics, version)
         if failure:
-            hint = self._checks.best_hint()
-            raise GateFailed(f"{failure}; ppo.guards is set to stop, which ends the run{hint}")
+            raise GateFailed(f"{failure}; ppo.guards is set to stop, which ends the run")
 
     def iterate(self) -> Metrics:
         """Make one PPO step and return its metrics."""
@@ -440,9 +439,7 @@ class PPOController:
         unsharded = sum(part for _, part in per_role)
         # Without the record, of which a checkpoint has links.
         tokens = sum(batch.token_bytes for batch in self._rollouts.finished)
-        with new_checkpoint(
-            self._context, scratch, step, size, self.selection.score(step), unsharded=unsharded, own=tokens
-        ) as folder:
+        with new_checkpoint(self._context, scratch, step, size, unsharded=unsharded, own=tokens) as folder:
             saving: list[Pending[None]] = []
             for role in self._ppo.trained_roles:
                 saving += fleet.groups[role].call(ModelWorker.save_checkpoint, role, str(folder / role))

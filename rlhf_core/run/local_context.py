@@ -5,7 +5,6 @@ Its metrics, progress and checkpoints can be inspected.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,8 +88,6 @@ class FolderCheckpoints(Checkpoints):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.scores: dict[int, float | None] = {}
-        """Score of each checkpoint of this instance by step."""
 
     @override
     def latest(self) -> tuple[int, Path] | None:
@@ -112,21 +109,9 @@ class FolderCheckpoints(Checkpoints):
         folder.mkdir(parents=True)
 
     @override
-    def save(self, step: int, folder: Path, score: float | None = None) -> None:
+    def save(self, step: int, folder: Path) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        shutil.move(folder, self._path(step))
-        self.scores[step] = score
-
-    @override
-    def best(self) -> str | None:
-        best_step, best_score = None, -math.inf
-        for step, score in self.scores.items():
-            if score is not None and score > best_score:
-                best_step, best_score = step, score
-        return None if best_step is None else str(self._path(best_step))
-
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}"
+        shutil.move(folder, self._folder / f"step-{step:08d}")
 
 
 def stage_context(

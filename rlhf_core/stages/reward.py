@@ -298,15 +298,10 @@ class _MemberCheckpoints(Checkpoints):
             unsharded += finished
         self.inner.prepare(self.offset + step, folder, size + finished, unsharded, own=own)
 
-    def save(self, step: int, folder: Path, score: float | None = None) -> None:
+    def save(self, step: int, folder: Path) -> None:
         if self.finished.members:
             self.finished.save(folder / _FOLDER)
-        # Without the scores. The best checkpoint would be kept, also one of a finished member, and the scores
-        # of two members do not say which checkpoint is better.
         self.inner.save(self.offset + step, folder)
-
-    def best(self) -> str | None:
-        return self.inner.best()
 
 
 @dataclass(frozen=True)

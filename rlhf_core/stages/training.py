@@ -438,8 +438,6 @@ def train_epochs(
         checkpointing.after_step(
             engine, context, training.work, step, every=config.checkpoint_every, total=total,
             state={"tokens": tokens, "seconds": seconds, "best": asdict(best)},
-            # Negative, because the store keeps the checkpoint with the highest score.
-            score=-evaluation["eval/loss"] if "eval/loss" in evaluation else None,
         )  # fmt: skip
     # 0: no early stop, or no finite loss. `step`: the engine has the best weights already.
     if 0 < best.step < step:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -69,7 +68,6 @@ class CheckpointBody(BaseModel):
     """The entries of a manifest of a checkpoint. Those of earlier releases lack some, and have others."""
 
     step: int
-    score: float | None = None
     seconds: float = 0.0
     made_with: dict[str, str] = {}
     settings: dict[str, str] = {}
@@ -281,12 +279,7 @@ class CheckpointStore:
         if self._hosts is not None:
             self._hosts.prepare(folder, size, unsharded)
 
-    def save(
-        self,
-        step: int,
-        folder: Path,
-        score: float | None = None,
-    ) -> None:
+    def save(self, step: int, folder: Path) -> None:
         """Commit a local folder as the checkpoint of `step`. The folder is consumed.
 
         Raises Superseded if a later attempt holds the stage key, and StoreError if the store fails. With
@@ -296,7 +289,6 @@ class CheckpointStore:
         Args:
             step: The step, which no committed checkpoint has.
             folder: Local folder with the files.
-            score: Higher is better, for `keep_best`.
         """
         started = self._clock()
         # With an outbox, the checkpoint is on the local disk before the store is asked for anything.
@@ -314,7 +306,6 @@ class CheckpointStore:
         body = {
             "step": step,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "score": score if score is not None and math.isfinite(score) else None,
             "seconds": round(self.seconds, 1),
             "made_with": _made_with(),
             "settings": self._settings,
@@ -333,13 +324,6 @@ class CheckpointStore:
             self._in_background(step, lambda: self._upload(step))
         megabytes = sum(entry.size for entry in files) / 1e6
         log.info("checkpoint of step %d: %.1f MB, %.2f s", step, megabytes, self._clock() - started)
-
-    def best(self) -> str | None:
-        """Return the address of the checkpoint with the highest score, or None if none has a score."""
-        scored = self._scored(self._steps())
-        if not scored:
-            return None
-        return self._store.uri(self._prefix(max(scored)[1]))
 
     def finish(self, seconds: float | None = LAST_SECONDS) -> None:
         """Wait for the last upload for at most `seconds`, or for its end, and log if it is unfinished or
@@ -484,37 +468,16 @@ class CheckpointStore:
         return manifest
 
     def _prune(self) -> None:
-        """Delete all checkpoints but the newest and the best, and older leftovers without a manifest."""
-        keep = self._store_settings.keep_checkpoints
-        steps = self._steps()
-        newest, older = steps[:keep], steps[keep:]
-        if len(newest) < keep:
+        """Delete all checkpoints but the newest ones, and older leftovers without a manifest."""
+        newest = self._steps()[: self._store_settings.keep_checkpoints]
+        if len(newest) < self._store_settings.keep_checkpoints:
             return
-        scored = sorted(self._scored(older), reverse=True)
-        best = {step for _, step in scored[: self._store_settings.keep_best]}
         # Later files without a manifest may be an upload of this attempt.
-        deleted = [s for s in self._steps(committed=False) if s < newest[-1] and s not in best]
+        deleted = [step for step in self._steps(committed=False) if step < newest[-1]]
         for step in deleted:
             bundles.remove(self._store, self._prefix(step))
         if deleted:
-            log.info("checkpoints kept: steps %s; removed: %d", sorted({*newest, *best}), len(deleted))
-
-    def _scored(self, steps: list[int]) -> list[tuple[float, int]]:
-        """Return (score, step) of the checkpoints with a readable manifest and a score."""
-        scored: list[tuple[float, int]] = []
-        # Scores are not used then, and no manifest need be read.
-        if self._store_settings.keep_best == 0:
-            return scored
-        for step in steps:
-            try:
-                manifest = self._read(step)
-            except CorruptArtifact as error:
-                self._mark_damaged(step, error)
-                continue
-            score = None if manifest is None else manifest.body.get("score")
-            if isinstance(score, float):
-                scored.append((score, step))
-        return scored
+            log.info("checkpoints kept: steps %s; removed: %d", sorted(newest), len(deleted))
 
     def _prefix(self, step: int) -> str:
         return f"{self._root}/step-{step:08d}"

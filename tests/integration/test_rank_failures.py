@@ -113,7 +113,7 @@ def _calls_the_context(rank: Any, context: StageContext | None) -> str:
     folder = context.scratch / "checkpoint"
     context.checkpoints.prepare(3, folder, 100)
     (folder / "state").write_text("7")
-    context.checkpoints.save(3, folder, -0.5)
+    context.checkpoints.save(3, folder)
     latest = context.checkpoints.latest()
     assert latest is not None
     return f"{context.inputs['data']} {latest[0]} {(latest[1] / 'state').read_text()}"
@@ -183,7 +183,7 @@ def test_calls_of_rank_zero_run_in_the_stages_process(
     assert metrics.rows == [(3, {"train/loss": 0.5})] and metrics.flushes == 1
     assert metrics.files == ["reward/examination.json"] and metrics.figures == ["reliability"]
     assert progress.reports == [("sft", 3, 10, "steps")]
-    assert isinstance(checkpoints, FolderCheckpoints) and checkpoints.scores == {3: -0.5}
+    assert checkpoints.latest() is not None
     assert ("rlhf_core.stages", logging.WARNING, "rows are padded") in caplog.record_tuples
 
 

@@ -7,6 +7,6 @@ from typing import Any
 from rlhf_core.config.pipeline import StoreConfig
 
 
-def keep(newest: int, best: int = 0, **settings: Any) -> StoreConfig:
+def keep(newest: int, **settings: Any) -> StoreConfig:
     """Return the section `store` that keeps this many checkpoints; `settings` are its other fields."""
-    return StoreConfig(keep_checkpoints=newest, keep_best=best, **settings)
+    return StoreConfig(keep_checkpoints=newest, **settings)

@@ -174,7 +174,7 @@ def test_the_space_for_checkpoints_is_counted_as_the_plan_does(tmp_path: Path) -
         ({"algorithm": "grpo", "samples_per_prompt": 4}, "5.4"),
         ({"lora": {"r": 8}}, "1.0"),
     ):
-        kept = config(model={"path": str(folder)}, ppo=ppo, store={"keep_checkpoints": 2, "keep_best": 1})
+        kept = config(model={"path": str(folder)}, ppo=ppo, store={"keep_checkpoints": 3})
         with on_machine(ScriptedMachine(disk=Disk(total=10**12, free=3 * 10**8))):
             [warning] = check_disk(kept)
         assert f"need about {needed} GB" in str(warning)

@@ -534,8 +534,8 @@ def reward_metrics(ppo: PPOConfig, batch: RolloutBatch, rewards: RewardBatch, kl
         metrics["rollout/replaced_prompts"] = float(batch.replaced)
         if batch.scores_before is not None:
             metrics["objective/scores_before_filtering"] = batch.scores_before
-    # The score of a checkpoint. It must be comparable between steps, so scores are not normalized over the
-    # batch, and the KL counts with the configured coefficient for every `kl.place`.
+    # It must be comparable between steps, so scores are not normalized over the batch, and the KL counts with
+    # the configured coefficient for every `kl.place`.
     scores = weighted_sum(ppo.rewards, rewards.by_source, len(batch), ppo.score_clip, normalized=False)
     mean_score = shaped_scores(batch.lengths_B, batch.finished_B, scores, ppo).nanmean().item()
     metrics["objective/net_score"] = mean_score - ppo.kl.coef * kl

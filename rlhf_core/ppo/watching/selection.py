@@ -165,10 +165,6 @@ class Selection:
         patience = self._ppo.stop_patience
         return patience is not None and self._without_gain >= patience
 
-    def score(self, version: int) -> float | None:
-        """Return the objective of a version, for the choice of checkpoints; None if it was not evaluated."""
-        return self.evaluations.get(version, {}).get(OBJECTIVE)
-
     def write(self, path: Path) -> None:
         """Write one line for each evaluation."""
         rows = []

@@ -20,11 +20,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.errors import GateFailed, NonFiniteError, StoreError, WeightSyncError
+from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import Collector, Composer, read_rollout_logprobs
 from rlhf_core.ppo.watching.guards import Guards, alarm
@@ -50,13 +49,10 @@ _BAD_STEPS = 3
 class StepChecks:
     """The checks with their counters, which are part of the checkpoint, so that a restart does not reset
     them.
-
-    `best_checkpoint` returns the address of the best checkpoint, for error messages.
     """
 
-    def __init__(self, ppo: PPOConfig, best_checkpoint: Callable[[], str | None]) -> None:
+    def __init__(self, ppo: PPOConfig) -> None:
         self._ppo = ppo
-        self._best_checkpoint = best_checkpoint
         self._high_kl = 0
         self._nonfinite = 0
         self._uniform = False
@@ -113,8 +109,7 @@ class StepChecks:
         failures = self._guards.check(metrics, step)
         if failures:
             raise GateFailed(
-                f"ppo step {step}: {'; '.join(failures)}; ppo.guards is set to stop, which ends the"
-                f" run{self.best_hint()}"
+                f"ppo step {step}: {'; '.join(failures)}; ppo.guards is set to stop, which ends the run"
             )
         limit = self._ppo.kl_limit
         self._high_kl += 1
@@ -124,7 +119,7 @@ class StepChecks:
             raise GateFailed(
                 f"ppo step {step}: KL {metrics['objective/kl']:.1f} has been above ppo.max_kl="
                 f"{limit:g} for three steps; raise ppo.kl.coef or lower ppo.policy.learning_rate, or raise "
-                f"ppo.max_kl to continue from the last checkpoint{self.best_hint()}"
+                f"ppo.max_kl to continue from the last checkpoint"
             )
 
     def _check_gap(self, metrics: dict[str, float], step: int) -> None:
@@ -167,7 +162,7 @@ class StepChecks:
         if empty >= 0.9:
             raise GateFailed(
                 f"ppo step {step}: {empty:.0%} of the responses are empty; the policy has collapsed: raise"
-                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward{self.best_hint()}"
+                f" ppo.kl.coef, lower ppo.policy.learning_rate, or check the reward"
             )
         metrics["warnings/empty"] = float(empty >= 0.2)
         if empty >= 0.2:
@@ -189,18 +184,6 @@ class StepChecks:
                 fix = "use easier prompts, a larger model, or more SFT before; or check the reward"
             alarm("uniform_scores", f"step {step}: {problem}, so nothing is learned from them; {fix}")
         self._uniform = uniform
-
-    def best_hint(self) -> str:
-        """Return the address of the best checkpoint as the end of a message."""
-        best = None
-        with suppress(StoreError):  # would replace the error that is about to be raised
-            best = self._best_checkpoint()
-        if best is None:
-            return ""
-        return (
-            "; the best checkpoint, by its score on held-out prompts minus ppo.kl.coef x their KL, is kept:"
-            f" {best}"
-        )
 
 
 PROMPTS = 4

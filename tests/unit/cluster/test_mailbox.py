@@ -76,7 +76,7 @@ def test_values_and_errors_come_back_in_order(tmp_path: Path) -> None:
             remote.metrics.log_metrics({"loss": 1.0 / (1 + step)}, step)
         remote.progress("sft", 1, 2, "steps", loss=0.5)
         remote.checkpoints.prepare(3, remote.scratch / "c", 10)
-        remote.checkpoints.save(3, remote.scratch / "c", 0.5)
+        remote.checkpoints.save(3, remote.scratch / "c")
         latest = remote.checkpoints.latest()
         assert latest is not None and latest[0] == 3
 

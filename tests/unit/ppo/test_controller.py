@@ -6,8 +6,8 @@
   key
 - the counters of consecutive bad steps, and the end of the critic's warm-up, survive a restart
 - each step says whether it trains the policy; the artifact does not, because its digest is in later keys
-- the score of a checkpoint is that of its own policy: the mean score of the next step's responses minus
-  ppo.kl.coef times their KL, for every place of the KL and every normalization of the scores
+- `objective/net_score` is the mean score minus ppo.kl.coef times the KL, for every place of the KL and every
+  normalization of the scores
 - a stop request commits a checkpoint of its step, also in the last one, from which an attempt continues
 - engines that cache prompts forget those of an evaluation before they sample the next step
 """
@@ -34,7 +34,7 @@ from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
 from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.store import Store
-from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.engines import Reply, ScriptedEngine
 from rlhf_core.testing.trainer import ScriptedTrainer
 from rlhf_core.types import PromptExample, Rollout, StageContext
@@ -219,30 +219,6 @@ def test_a_stop_request_commits_its_step_also_the_last_one(asked_in: int, tmp_pa
     assert (second.completed_steps, len(lines)) == (3, 3)
 
 
-def test_a_checkpoint_has_the_score_of_its_evaluation(tmp_path: Path) -> None:
-    scores: dict[int, float | None] = {}
-
-    class Checkpoints(FolderCheckpoints):
-        @override
-        def save(self, step: int, folder: Path, score: float | None = None) -> None:
-            scores[step] = score
-            super().save(step, folder, score)
-
-    class Evaluation:
-        def evaluate(self, version: int) -> HeldOutResult:
-            return HeldOutResult({OBJECTIVE: 1.0 + version, "eval/kl": 0.0}, [1.0])
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-    context = stage_context(tmp_path, checkpoints=Checkpoints(tmp_path / "checkpoints"))
-    controller = Controller(context, [_Experience()] * 7, steps=7, checkpoint_every=2, evaluate_every=4)
-    evaluation: Any = Evaluation()
-    controller._evaluation = evaluation
-    controller.run()
-    assert scores == {2: None, 4: 5.0, 6: None}
-
-
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_an_evaluation_leaves_no_prompts_in_the_caches(tmp_path: Path, prefix_caching: bool) -> None:
     events: list[Any] = []
@@ -274,7 +250,7 @@ def test_an_evaluation_leaves_no_prompts_in_the_caches(tmp_path: Path, prefix_ca
 
 @pytest.mark.parametrize("place", ["reward", "loss"])
 @pytest.mark.parametrize("normalize", ["none", "batch"])
-def test_the_checkpoint_score_always_includes_the_kl(place: str, normalize: str) -> None:
+def test_the_net_score_always_includes_the_kl(place: str, normalize: str) -> None:
     ppo: dict[str, Any] = {
         "kl": {"coef": 0.1, "place": place},
         "rewards": [{"type": "keywords", "words": ["x"], "weight": 2.0, "normalize": normalize}],

@@ -81,11 +81,11 @@ class Attempt:
         return sorted({key.split("/")[2] for key in self.store.list(f"checkpoints/{KEY}") if "/step-" in key})
 
 
-def save(context: StageContext, step: int, score: float | None = None) -> None:
+def save(context: StageContext, step: int) -> None:
     folder = context.scratch / "state"
     folder.mkdir()
     (folder / "loop.json").write_text(str(step))
-    context.checkpoints.save(step, folder, score)
+    context.checkpoints.save(step, folder)
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -144,18 +144,17 @@ def test_the_claim_names_what_the_stage_reads(tmp_path: Path) -> None:
     assert claim.inputs == frozenset({f"data/{data.key}", f"ppo/{'1' * 16}"})
 
 
-def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path, keep_checkpoints=3, keep_best=2)
+def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, keep_checkpoints=3)
     kept = []
 
     def body(context: StageContext) -> None:
-        for step, score in enumerate((0.1, 0.9, 0.2, 0.8, 0.3, 0.0, 0.0), start=1):
-            save(context, step, score)
+        for step in range(1, 8):
+            save(context, step)
         kept.extend(attempt.saved())
 
     attempt(body)
-    # The newest three, and of the others those with 0.9 and 0.8.
-    assert kept == [f"step-0000000{step}" for step in (2, 4, 5, 6, 7)]
+    assert kept == [f"step-0000000{step}" for step in (5, 6, 7)]
 
 
 def test_bytes_of_checkpoints_are_known_before_ranks_are_placed(

@@ -34,7 +34,7 @@ from rlhf_core.models.batching import TokenBatch
 from rlhf_core.models.policy import TokenOutputs
 from rlhf_core.stages.dpo import ReferencedPair, evaluate_dpo, train_dpo, train_step, with_reference
 from rlhf_core.stages.training import Training
-from rlhf_core.testing import FolderCheckpoints, stage_context
+from rlhf_core.testing import RecordingMetrics, stage_context
 from rlhf_core.testing.trainer import ScriptedTrainer, single_rank
 from rlhf_core.types import PairExample
 
@@ -172,8 +172,8 @@ class Drifting(ScriptedTrainer):
 
 def test_the_reference_is_the_model_before_the_first_step(tmp_path: Path) -> None:
     config = DPOConfig(batch_size=1, eval_every=1, checkpoint_every=1)
-    checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
-    context = stage_context(tmp_path, checkpoints=checkpoints)
+    metrics = RecordingMetrics()
+    context = stage_context(tmp_path, metrics=metrics)
 
     def train(trainer: ScriptedTrainer) -> dict[str, float]:
         return train_dpo(trainer, PAIRS, PAIRS, config, Training("dpo", 0, 0, context.scratch, context))
@@ -189,17 +189,15 @@ def test_the_reference_is_the_model_before_the_first_step(tmp_path: Path) -> Non
     assert {**continued, "tokens_per_s": 0} == {**whole, "tokens_per_s": 0}
     # With n nats lost the gaps of the three pairs are 0.1 n, -0.3 n and 0.
     losses = [-sum(log_sigmoid(0.1 * gap * n) for gap in (1, -3, 0)) / 3 for n in (1, 2)]
-    assert checkpoints.scores == {1: pytest.approx(-losses[0]), 2: pytest.approx(-losses[1])}
+    assert metrics.column("eval/loss")[:2] == pytest.approx(losses)
 
 
 def test_without_held_out_pairs_it_trains_to_the_end(tmp_path: Path) -> None:
     config = DPOConfig(batch_size=1, eval_every=1, checkpoint_every=1)
-    checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
-    context = stage_context(tmp_path, checkpoints=checkpoints)
+    context = stage_context(tmp_path)
     with single_rank():
         found = train_dpo(Drifting(), PAIRS, [], config, Training("dpo", 0, 0, context.scratch, context))
     assert found["pairs"] == 0 and math.isnan(found["accuracy"]) and math.isnan(found["eval_loss"])
-    assert checkpoints.scores == {1: None, 2: None}
 
 
 def test_with_early_stop_the_weights_of_the_lowest_loss_remain(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from rlhf_core.stages.gates import check_gate
 from rlhf_core.stages.reward import Member, train_members
 from rlhf_core.stages.training import Folders
 from rlhf_core.system.heartbeat import Monitor, current_activity, register, unregister
-from rlhf_core.testing import FolderCheckpoints, RecordingMetrics, RecordingProgress, stage_context
+from rlhf_core.testing import RecordingMetrics, RecordingProgress, stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.trainer import ScriptedTrainer, scripted_trainers, single_rank
 from rlhf_core.types import PairExample, StageContext
@@ -64,9 +64,7 @@ def train(out: Path, kill: tuple[int, int] | None, number: int, context: StageCo
         if kill == (number, step):
             raise Killed
         context.stop.requested = kill == (number, -step)
-        checkpointing.after_step(
-            engine, context, context.scratch, step, every=2, total=STEPS, state={}, score=1.0
-        )
+        checkpointing.after_step(engine, context, context.scratch, step, every=2, total=STEPS, state={})
     assert engine.steps_done == STEPS
     folder = member_folder(out / "model", number)
     folder.mkdir(parents=True)
@@ -218,13 +216,6 @@ def test_checkpoint_has_the_files_of_finished_members(
     for folder in saved:
         assert (folder / "weights").samefile(tmp_path / "output/model/weights") is links
     assert (saved[-1] / "member-1/weights").read_text() == "member 1"
-
-
-def test_checkpoints_have_no_score_that_would_keep_them(tmp_path: Path) -> None:
-    _metrics, context = run(tmp_path)
-    assert isinstance(context.checkpoints, FolderCheckpoints)
-    assert set(context.checkpoints.scores) == {2, 5, 7, 10, 12}
-    assert set(context.checkpoints.scores.values()) == {None} and context.checkpoints.best() is None
 
 
 def test_metrics_and_progress_of_members(tmp_path: Path) -> None:

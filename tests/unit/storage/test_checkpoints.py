@@ -1,7 +1,7 @@
 """Checkpoints: the newest intact one is used, after damage the one before, and only the last attempt may
 commit.
 
-- save and latest; the newest and the best are kept; leftovers are ignored
+- save and latest; the newest are kept; leftovers are ignored
 - an attempt that finds none, although it is not the first, says so
 - damage falls back to the checkpoint before, and never to a silent fresh start
 - fencing of saves, numbers of attempts, files that a store lost
@@ -154,30 +154,6 @@ def test_only_the_newest_checkpoints_are_kept(store: Store, tmp_path: Path) -> N
     assert steps(store) == [3, 4]
 
 
-def test_best_older_checkpoints_are_kept(
-    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(2, best=2))
-    scores = {1: 0.5, 2: 0.9, 3: float("nan"), 4: 0.7, 5: None, 6: 0.7, 7: 0.1, 8: 0.2}
-    with caplog.at_level(logging.INFO):
-        for step, score in scores.items():
-            saver.save(step, state(tmp_path, str(step)), score)
-    # Newest: 7, 8. Best of the rest: 2 with 0.9, and of the equals 4 and 6 the later.
-    assert steps(store) == [2, 6, 7, 8]
-    assert "kept: steps [2, 6, 7, 8]; removed: 1" in caplog.text
-    assert saver.best() == store.uri(f"checkpoints/{KEY}/step-00000002")
-    assert CheckpointStore(store, "another", tmp_path / "work", keep(2, best=2)).best() is None
-
-
-def test_damaged_best_checkpoint_is_marked_and_kept(store: Store, tmp_path: Path) -> None:
-    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1, best=1))
-    saver.save(1, state(tmp_path, "1"), 1.0)
-    files(store, 1)["manifest.json"].write_bytes(b"{}")
-    saver.save(2, state(tmp_path, "2"), 0.0)
-    assert {"rank1.bin", "optimizer.bin"} <= set(files(store, 1))
-    assert any(name.startswith("damaged-") for name in files(store, 1))
-
-
 def test_old_ones_go_only_after_the_new_one_is_committed(store: ScriptedStore, tmp_path: Path) -> None:
     saver = checkpoints(store, tmp_path, newest=1)
     saver.save(1, state(tmp_path, "1"))
@@ -268,21 +244,19 @@ def test_damaged_checkpoint_is_marked_and_the_one_before_used(
 @pytest.mark.parametrize(
     "change",
     [
-        {"seconds": None}, {"seconds": "x"}, {"score": "x"},
+        {"seconds": None}, {"seconds": "x"},
         {"settings": "x"}, {"made_with": ["python"]}, {"step": "2"},
     ],
 )  # fmt: skip
 def test_a_checkpoint_with_a_wrong_entry_in_its_manifest_is_damaged(
     store: Store, tmp_path: Path, change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(2, best=1), claim(store, KEY))
+    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(2), claim(store, KEY))
     for step in (1, 2):
-        saver.save(step, state(tmp_path, str(step)), score=1.0)
+        saver.save(step, state(tmp_path, str(step)))
     key = f"checkpoints/{KEY}/step-00000002/manifest.json"
     raw = store.read_bytes(key) or b""
     altered = forged(lambda manifest: manifest.update(change))(raw) or b""
-    store.put_bytes(key, altered)
-    assert (saver.best() or "").endswith("step-00000001")
     store.put_bytes(key, altered)
     found = saver.latest()
     assert found is not None and found[0] == 1

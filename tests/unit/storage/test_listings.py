@@ -138,12 +138,10 @@ def test_a_claim_that_a_listing_lacks_supersedes_the_one_before(store: LateListi
     assert acquire(store, KEY, "ppo").attempt == 3
 
 
-def save(store: Store, tmp_path: Path, *steps: int, best: int = 0) -> CheckpointStore:
-    settings = keep(1, best=1)
-    saver = CheckpointStore(store, KEY, tmp_path / "work", settings, claim(store, KEY))
+def save(store: Store, tmp_path: Path, *steps: int) -> None:
+    saver = CheckpointStore(store, KEY, tmp_path / "work", keep(1), claim(store, KEY))
     for step in steps:
-        saver.save(step, output(tmp_path / f"state-{step}", str(step)), score=float(step == best))
-    return saver
+        saver.save(step, output(tmp_path / f"state-{step}", str(step)))
 
 
 @pytest.mark.parametrize("hidden", ["step-00000002/manifest", "step-00000002/", "checkpoints/"])
@@ -154,16 +152,6 @@ def test_the_newest_checkpoint_is_resumed_if_a_listing_lacks_it(
     store.hidden = hidden
     found = CheckpointStore(store, KEY, tmp_path / "work", keep(1), claim(store, KEY)).latest()
     assert found is not None and found[0] == 2
-
-
-def test_the_best_checkpoint_stays_if_a_listing_lacks_its_manifest(
-    store: LateListings, tmp_path: Path
-) -> None:
-    saver = save(store, tmp_path, 1, 2, best=1)
-    store.hidden = "step-00000001/manifest"
-    saver.save(3, output(tmp_path / "state-3", "3"), score=0.0)
-    store.hidden = "$^"
-    assert "step-00000001" in (saver.best() or "")
 
 
 def test_what_an_unlisted_artifact_descends_from_is_in_the_inventory(

@@ -1,6 +1,6 @@
 """The scripted engines in real loops.
 
-- supervised fine-tuning runs with a scripted trainer, saves checkpoints with their scores and resumes
+- supervised fine-tuning runs with a scripted trainer, saves checkpoints and resumes
 - the weights of a scripted trainer are those of its model
 - a scripted engine checks adapters, cuts responses and keeps its requests
 """
@@ -77,15 +77,6 @@ def test_saved_weights_are_those_of_the_model(tmp_path: Path) -> None:
 
     ScriptedTrainer(module).save_model(tmp_path / "model", save)
     assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == {"weight": (3, 2), "bias": (3,)}
-
-
-def test_best_checkpoint_has_the_highest_score(tmp_path: Path) -> None:
-    checkpoints = FolderCheckpoints(tmp_path / "checkpoints")
-    assert checkpoints.latest() is None and checkpoints.best() is None
-    for step, score in ((1, -0.5), (2, None), (3, -0.9)):
-        checkpoints.prepare(step, tmp_path / "new", 0)
-        checkpoints.save(step, tmp_path / "new", score)
-    assert checkpoints.best() == str(tmp_path / "checkpoints" / "step-00000001")
 
 
 def test_responses_come_from_the_script() -> None:

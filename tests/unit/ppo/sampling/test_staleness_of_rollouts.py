@@ -100,7 +100,7 @@ class Scripted(Controller):
     is_killed_after_checkpoint = False
 
     def __init__(self, work: Path, **ppo: Any) -> None:
-        store = CheckpointStore(Store(work.parent / "store"), "key", work / "checkpoints", keep(9, 9))
+        store = CheckpointStore(Store(work.parent / "store"), "key", work / "checkpoints", keep(9))
         context = stage_context(work, checkpoints=store)
         (context.output / "metrics.jsonl").touch()
         super().__init__(context, **{"steps": 5, "checkpoint_every": 1, **ppo})

@@ -139,7 +139,7 @@ def raised_by(step: Responses, checks: StepChecks, number: int, rng: random.Rand
 @pytest.mark.parametrize(("failure", "guard"), FAILURES, ids=[failure.__name__ for failure, _ in FAILURES])
 def test_a_failure_raises_its_guard(failure: Callable[[Responses], Responses], guard: str) -> None:
     rng = random.Random(0)
-    checks = StepChecks(config_from_tree(CONFIG, "test").ppo, lambda: None)
+    checks = StepChecks(config_from_tree(CONFIG, "test").ppo)
     for number in (1, 2, 3):
         assert raised_by(sound(rng), checks, number, rng) == set()
     raised = [raised_by(failure(sound(rng)), checks, number, rng) for number in (4, 5, 6)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.config.load import config_from_tree
-from rlhf_core.errors import GateFailed, NonFiniteError, StoreUnavailable, WeightSyncError
+from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.watching.step_checks import StepChecks
 
 GOOD = {
@@ -40,8 +40,8 @@ def metrics(**changed: float) -> dict[str, float]:
     return GOOD | {name.replace("__", "/"): value for name, value in changed.items()}
 
 
-def checks_of(best: str | None = None, **ppo: Any) -> StepChecks:
-    return StepChecks(config_from_tree({"ppo": {"max_kl": 20.0, **ppo}}, "test").ppo, lambda: best)
+def checks_of(**ppo: Any) -> StepChecks:
+    return StepChecks(config_from_tree({"ppo": {"max_kl": 20.0, **ppo}}, "test").ppo)
 
 
 @pytest.fixture
@@ -85,25 +85,13 @@ def test_rollouts_of_an_older_policy_are_not_compared(checks: StepChecks) -> Non
 
 
 def test_a_high_kl_stops_the_run_after_three_steps() -> None:
-    checks = checks_of("s3://bucket/step-00000004")
+    checks = checks_of()
     for step, kl in enumerate((21.0, 30.0, 19.0, 21.0, 21.0), start=1):
         checks.verify(metrics(objective__kl=kl), step)
     with pytest.raises(
         GateFailed, match=r"ppo step 6: KL 25\.0 has been above ppo\.max_kl=20 for three steps"
-    ) as caught:
+    ):
         checks.verify(metrics(objective__kl=25.0), 6)
-    assert caught.value.message.endswith(
-        "by its score on held-out prompts minus ppo.kl.coef x their KL, is kept: s3://bucket/step-00000004"
-    )
-
-
-def test_an_unavailable_store_does_not_hide_the_error() -> None:
-    def away() -> None:
-        raise StoreUnavailable("the bucket does not answer")
-
-    checks = StepChecks(config_from_tree({}, "test").ppo, away)
-    with pytest.raises(GateFailed, match="the policy has collapsed"):
-        checks.verify(metrics(rollout__empty_rate=1.0), 1)
 
 
 def test_many_empty_responses_warn_and_then_stop_the_run(
