@@ -319,7 +319,6 @@ def _create(
         "pid": own.pid,
         "started": own.started,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "lease": True,  # without it, earlier releases would not wait for this attempt
         # Two claims must never be equal: a store without conditional puts compares them to see which one won.
         "token": uuid.uuid4().hex,
     }

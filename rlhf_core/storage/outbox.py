@@ -20,9 +20,6 @@ from rlhf_core.storage.store import Store
 
 log = logging.getLogger(__name__)
 
-_OF_SEVERAL_HOSTS = {"parts", "stored"}
-"""Entries of manifests that earlier releases have left in an outbox."""
-
 
 class Outbox:
     """Pending uploads to `store` in the local `folder`; both have the same layout."""
@@ -100,10 +97,6 @@ class Outbox:
         try:
             manifest = bundles.read(self._pending, prefix)
             if manifest is None:
-                return None
-            if not _OF_SEVERAL_HOSTS.isdisjoint(manifest.body):
-                log.error("%s is of an earlier release and lacks files of other hosts: it is deleted", prefix)
-                self.discard(prefix)
                 return None
             # The outbox is a local store, from which nothing is copied to the cache.
             return manifest, bundles.fetch(self._pending, manifest, Path(), needed=lambda path: False)

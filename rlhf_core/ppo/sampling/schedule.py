@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from typing_extensions import override
 
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.errors import ConfigError, CorruptArtifact
+from rlhf_core.errors import CorruptArtifact
 from rlhf_core.ppo.fleet.fleet import Fleet
 from rlhf_core.ppo.sampling.rollouts import Collector, Sampling
 from rlhf_core.ppo.training.batch import Places, RolloutBatch, RolloutColumns
@@ -30,9 +30,6 @@ from rlhf_core.rewards.compose import RewardBatch
 from rlhf_core.types import PromptExample
 
 log = logging.getLogger(__name__)
-
-_EARLIER = ("manifest.json", "batch.safetensors")
-"""Files of rollouts in checkpoints of earlier releases, of which this one has none."""
 
 
 class StoredRollouts:
@@ -264,16 +261,8 @@ class RolloutsAhead(Rollouts):
     def restore(self, folder: Path, completed: int) -> None:
         """Read the batches of the checkpoint of step `completed`.
 
-        Raises:
-            ConfigError: An earlier release made the checkpoint.
-            CorruptArtifact: A batch is missing or damaged.
+        Raises CorruptArtifact if a batch is missing.
         """
-        if any((folder / "rollouts" / name).exists() for name in _EARLIER):
-            raise ConfigError(
-                f"the checkpoint {folder} was made by an earlier release, whose rollouts this one"
-                " cannot read; finish the run with that release, or delete the checkpoints of this"
-                " stage to start it again"
-            )
         every = self._ppo.sync_every
         # As in `start`: a checkpoint at a sync has one batch, one between two syncs those up to the batch
         # after the next.

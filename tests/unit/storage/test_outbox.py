@@ -2,8 +2,7 @@
 
 - save returns before its upload has ended, and waits for the previous one; errors are raised by the next save
 - the next attempt uploads what a failed, killed or superseded attempt left, and continues from it
-- an upload that is repeated after a lost answer destroys nothing; damage in the outbox is not uploaded, nor
-  a part of a bundle of several hosts, which an earlier release has left
+- an upload that is repeated after a lost answer destroys nothing; damage in the outbox is not uploaded
 - an unfinished upload is reported
 """
 
@@ -203,18 +202,6 @@ def test_damage_in_the_outbox_is_not_uploaded(
     assert content(saver(store, outbox, tmp_path).latest()) == (1, "state 1")
     assert "cannot be uploaded and is marked as damaged" in caplog.text
     assert [path.name for path in waiting(tmp_path) if path.name.startswith("damaged-")] != []
-
-
-@pytest.mark.parametrize("entry", ["parts", "stored"])
-def test_a_part_of_a_bundle_of_several_hosts_is_deleted(
-    store: ScriptedStore, outbox: Outbox, tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: str
-) -> None:
-    part = state(tmp_path, "1")
-    body = {"kind": "checkpoint", entry: ["digest of a file of another host"]}
-    outbox.add(bundles.Manifest("checkpoints/k/step-00000001", "f", bundles.hash_folder(part), body), part)
-    assert outbox.upload("checkpoints/k/step-00000001", lambda: None) is None
-    assert "lacks files of other hosts" in caplog.text
-    assert store.list("checkpoints") == [] and waiting(tmp_path) == []
 
 
 def test_superseded_attempt_uploads_nothing(store: ScriptedStore, outbox: Outbox, tmp_path: Path) -> None:

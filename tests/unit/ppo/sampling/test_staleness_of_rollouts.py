@@ -237,20 +237,6 @@ def test_a_checkpoint_without_the_next_rollouts_is_refused(tmp_path: Path) -> No
         second._restore()
 
 
-def test_a_checkpoint_of_an_earlier_release_is_refused(tmp_path: Path) -> None:
-    first = Scripted(tmp_path / "first", staleness=1)
-    first.is_killed_after_checkpoint = True
-    with pytest.raises(KeyboardInterrupt):
-        first.run()
-    step, folder = first._context.checkpoints.latest() or (0, Path())
-    rollouts = folder / "rollouts"
-    (rollouts / "batch-0.safetensors").rename(rollouts / "batch.safetensors")
-    (rollouts / "batch.json").write_text(f'{{"step": {step + 1}, "chunks": 1, "rewards": null}}')
-    ahead = RolloutsAhead(first._ppo, first._fleet, first.prompts, first._collector)
-    with pytest.raises(ConfigError, match="made by an earlier release, whose rollouts this one cannot read"):
-        ahead.restore(folder, step)
-
-
 def test_importance_weights_are_on_with_staleness() -> None:
     def used(**ppo: Any) -> str:
         return config_from_tree({"ppo": ppo}, "test").ppo.used_importance
