@@ -362,95 +362,18 @@ def _runs_text(runs: Sequence[Sequence[Any]]) -> str:
     return " ".join(f"⟦{'|'.join(tokens)}⟧" if marked else "|".join(tokens) for marked, tokens in runs)
 
 
-def _settings(card: Mapping[str, Any]) -> list[str]:
-    tokenizer = card["tokenizer"]
-    seeds = f"Seed {card['seed']}, split seed {card['split_seed']}"
-    return [
-        f"{seeds}, chat template {markdown_cell(card['template_from'])}.",
-        "",
-        f"Thoughts of the assistant (data.thoughts): {card['thoughts']}.",
-        "",
-        f"Tokenizer from {markdown_cell(tokenizer['from'])}: {tokenizer['tokens']} tokens, bos"
-        f" {markdown_cell(tokenizer['bos'])}, eos {markdown_cell(tokenizer['eos'])}, pad"
-        f" {markdown_cell(tokenizer['pad'])}.",
-    ]
-
-
 def card_markdown(card: Mapping[str, Any]) -> str:
     """Return the card as Markdown."""
-    lines = ["# Data card", "", *_settings(card)]
-    lines += ["", "## Sources", "", "| field | path | sha256 or revision |", "|---|---|---|"]
-    for row in card["sources"]:
-        lines.append(f"| {row['field']} | {markdown_cell(row['path'])} | {markdown_cell(row['digest'])} |")
-    lines += ["", "## Rows", "", "| set | read | bad | dropped | train | eval |", "|---|---|---|---|---|---|"]
-    for name, count in card["counts"].items():
-        dropped = "; ".join(f"{number} {reason}" for reason, number in count["dropped"].items()) or "0"
-        lines.append(
-            f"| {name} | {count['read']} | {count['bad']} | {dropped} | {count['train']} | {count['eval']} |"
-        )
-        if count["further"]:
-            lines.append(
-                f"| {name}: conversations in a sequence for each answer | {count['further']} more | | | | |"
-            )
-    if card["weights"]:
-        lines += ["", "## Weights", "", "Training rows, by the weights of their sources.", ""]
-        lines += ["| source | weight | rows | used | share of the set |", "|---|---|---|---|---|"]
-    for row in card["weights"]:
-        lines.append(
-            f"| {row['field']} | {row['weight']:g} | {row['rows']} | {row['used']} | {row['share']:.1%} |"
-        )
-    if card["other_fields"]:
-        lines += ["", "## Other fields", "", "No text is made of them. Rewards can read them.", ""]
-        lines += ["| source | field | rows | rows with a long text |", "|---|---|---|---|"]
-    for row in card["other_fields"]:
-        lines.append(f"| {row['source']} | {markdown_cell(row['field'])} | {row['rows']} | {row['texts']} |")
-    lines += [
-        "",
-        "## Tokens",
-        "",
-        "| set | part | shortest | median | 90 % | 99 % | longest |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, parts in card["tokens"].items():
-        for part, lengths in parts.items():
-            lines.append(f"| {name} | {part} | {' | '.join(str(lengths[f'p{p}']) for p in _PERCENTILES)} |")
-    lines += [
-        "",
-        "## Limits",
-        "",
-        "| set | field | rows | half have | 99 % have | longest | limit | from | longer rows |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in card["limits"]["rows"]:
-        lines.append("| " + " | ".join("" if value is None else str(value) for value in row.values()) + " |")
-    lines += ["", "## Overlap of training and evaluation", ""]
-    lines += [
-        f"Training rows of a held-out group: {card['overlap']['exact']}. Rows that differ from a held-out"
-        f" prompt in case and marks only, or contain one: {card['overlap']['near']} ({_near_by_set(card)})."
-    ]
-    lines += ["", "## Groups of related prompts", ""]
-    lines += [
-        "Prompts of a group have the same first user message or the same `group`, and are on one side of the"
-        " split. Effective: independent prompts that are worth as much if outcomes within a group are equal.",
-        "",
-        "| set | split | prompts | groups | largest | effective |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, groups in card["groups"].items():
-        for split, found in groups.items():
-            numbers = " | ".join(map(str, found.values()))
-            lines.append(f"| {name} | {split} | {numbers} |")
-    lines += [
-        "",
-        "## Samples",
-        "",
-        "Tokens between ⟦ and ⟧ are the assistant's: they are in the loss, or what is scored.",
-    ]
-    for name, samples in card["samples"].items():
-        for number, sample in enumerate(samples, start=1):
-            lines += ["", f"### {name} {number}", "", _fence(sample["text"])]
-            lines += [_fence(_runs_text(runs)) for runs in sample["tokens"]]
-    return "\n".join(lines) + "\n"
+    # Here, because importing it takes longer than the other readers of a card need.
+    from jinja2 import Environment, StrictUndefined
+
+    # Nothing is escaped by itself: the page is Markdown, and its filters escape what is not trusted.
+    pages = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    pages.filters.update(cell=markdown_cell, fence=_fence, runs=_runs_text)
+    template = Path(__file__).with_name("card.md.j2").read_text(encoding="utf-8")
+    return pages.from_string(template).render(card, near_by_set=_near_by_set(card))
 
 
 def _visible(text: str) -> str:
