@@ -136,7 +136,7 @@ def with_own_copies(
 def _find_artifact(
     origin: ArtifactAddress, config: PipelineConfig, artifacts: ArtifactStore
 ) -> tuple[ArtifactStore, ArtifactRef | None]:
-    if origin.store != artifacts.url:
+    if origin.store != artifacts.store.url:
         artifacts = origin.open_store(Home.of(config.run.home), s3_endpoint(config.store.endpoint))
     # A loop, because the stage in an address is any text: one that is no stage has no artifact.
     for stage in STAGES:

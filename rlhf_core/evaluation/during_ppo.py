@@ -42,7 +42,7 @@ from rlhf_core.ppo.training.batch import FloatArray, RolloutBatch
 from rlhf_core.ppo.training.experience import shaped_scores
 from rlhf_core.ppo.watching.guards import CORRELATION, CORRELATION_ERROR, DIVERSITY, KL, correlation
 from rlhf_core.ppo.watching.selection import OBJECTIVE, HeldOutResult
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name, weighted_sum
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer, weighted_sum
 from rlhf_core.seeds import derive_seed
 from rlhf_core.types import PromptAndResponse, PromptExample, RewardInput, StageContext
 
@@ -168,7 +168,7 @@ class HeldOutEvaluation:
         wins = list(map(_win, columns["judge"], self._sft_scores))
         metrics = {}
         for source in comparing_sources(self._ppo.rewards):
-            name = source_name(source)
+            name = source.used_name
             if source.compare != "scores":  # a grade does not say which one is preferred
                 both = zip(columns[f"rewards/{name}"], wins, strict=True)
                 agreement = [_win((value - 0.5) * (win - 0.5), 0.0) for value, win in both]
@@ -194,7 +194,7 @@ class HeldOutEvaluation:
         for source in ppo.rewards:
             if source.type == "model":
                 # Without weight and penalties, in the unit of the judge's score.
-                columns["reward_model"] = list(rewards.by_source[source_name(source)])
+                columns["reward_model"] = list(rewards.by_source[source.used_name])
         if rewards.ensemble_std:
             columns["ensemble_std"] = rewards.ensemble_std
         if "judge" in fleet.groups:

@@ -28,7 +28,6 @@ from rlhf_core.evaluation.scoring import score_rules
 from rlhf_core.evaluation.statistics import units
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.record.writer import AnswerRecord
-from rlhf_core.rewards.compose import source_name
 from rlhf_core.types import RewardInput, StageContext
 
 log = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def compare_on_sets(
     for index, each in enumerate(config.evaluate.regression):
         answers = responses[opponent][each.name]
         count = len(answers)
-        field, name = f"evaluate.regression.{index}.reward", source_name(each.reward)
+        field, name = f"evaluate.regression.{index}.reward", each.reward.used_name
         digests = {name: code[field]} if field in code else {}
         # In one call, because a Python function may compare the responses of its batch.
         samples = list(chain.from_iterable(by_set[each.name] for by_set in responses.values()))

@@ -30,7 +30,7 @@ from rlhf_core.evaluation.policy_files import PolicyFiles
 from rlhf_core.evaluation.rank_scoring import logprobs_of_rank, on_ranks, scores_of_rank
 from rlhf_core.evaluation.summary import ByModel, Intervals
 from rlhf_core.pipeline import PolicyStage, StageName
-from rlhf_core.rewards.compose import RewardBatch, RewardComposer, source_name
+from rlhf_core.rewards.compose import RewardBatch, RewardComposer
 from rlhf_core.rewards.rules import gold
 from rlhf_core.system.heartbeat import heartbeat, idle
 from rlhf_core.system.home import Home
@@ -130,7 +130,7 @@ def judge_digests(
     if sources := rule_sources(config):
         rules = []
         for source in sources:
-            code = reward_code.get(source_name(source))
+            code = reward_code.get(source.used_name)
             rules.append({"settings": result_settings(source), "code": code})
         digests["rules"] = hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
     return digests

@@ -25,7 +25,7 @@ from rlhf_core.ppo.training.batch import FloatArray, IntArray, RolloutBatch, Rol
 from rlhf_core.ppo.training.experience import shaped_scores
 from rlhf_core.ppo.update import Experience
 from rlhf_core.record.schema import NUMBERS, REWARD, TOKENS, WEIGHTED, includes, schema_of
-from rlhf_core.rewards.compose import source_name, weighted_sum
+from rlhf_core.rewards.compose import weighted_sum
 
 KIND = "ppo"
 
@@ -124,7 +124,7 @@ class StepRows:
         found = {}
         for source in self.ppo.rewards:
             part = weighted_sum([source], by_source, len(batch), self.ppo.score_clip)
-            found[f"{WEIGHTED}{source_name(source)}"] = part
+            found[f"{WEIGHTED}{source.used_name}"] = part
         return found
 
     def _of_ranks(self, experience: Experience) -> dict[str, Any]:

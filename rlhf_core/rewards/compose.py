@@ -178,7 +178,7 @@ class RewardComposer:
         # If one source cannot be used, those before it may have started processes.
         with ExitStack() as started:
             for source in sources:
-                name = source_name(source)
+                name = source.used_name
                 digest = (digests or {}).get(name)
                 if isinstance(source, PythonReward):
                     self._external[name] = PythonFunction(source, digest)
@@ -209,7 +209,7 @@ class RewardComposer:
         usage: dict[str, dict[str, float]] = {}
         by_source = {}
         for source in self._sources:
-            by_source[source_name(source)] = self._raw(source, batch, model_scores, opponents, usage)
+            by_source[source.used_name] = self._raw(source, batch, model_scores, opponents, usage)
         return RewardBatch(self.total(by_source, len(batch)), by_source, usage)
 
     def total(self, by_source: Mapping[str, Sequence[float]], count: int) -> list[float]:
@@ -238,7 +238,7 @@ class RewardComposer:
         usage: dict[str, dict[str, float]],
     ) -> list[float]:
         """Return the (n,) raw values of a source, and write what they cost to `usage`."""
-        name = source_name(source)
+        name = source.used_name
         on_error: Literal["abort", "mask"] = "mask"
         if isinstance(source, ExternalReward):
             # Grades of a response alone are comparable with those of the opponents when they were alone.
@@ -262,7 +262,7 @@ def code_digests(sources: tuple[AnyReward, ...], digests: Mapping[str, str]) -> 
     """Convert sha256 digests of Python files and rubrics from names by field (`StageContext.sources`) to
     names of sources.
     """
-    fields = {f"ppo.rewards.{index}": source_name(source) for index, source in enumerate(sources)}
+    fields = {f"ppo.rewards.{index}": source.used_name for index, source in enumerate(sources)}
     return {fields[field]: digest for field, digest in digests.items() if field in fields}
 
 
@@ -287,7 +287,7 @@ def weighted_sum(
     for source in sources:
         if source.weight == 0.0:
             continue  # 0 * NaN is NaN
-        values = list(by_source[source_name(source)])
+        values = list(by_source[source.used_name])
         if isinstance(source, ModelReward) and score_clip is not None:
             # NaN stays NaN, for which `min` and `max` would return a limit.
             values = np.clip(values, -score_clip, score_clip).tolist()
@@ -308,16 +308,11 @@ def clipped_share(
     scores: list[float] = []
     for source in sources:
         if isinstance(source, ModelReward) and source.weight != 0.0:
-            values = by_source[source_name(source)]
+            values = by_source[source.used_name]
             scores += [value for value in values if not math.isnan(value)]
     if not scores:
         return None
     return sum(abs(value) > score_clip for value in scores) / len(scores)
-
-
-def source_name(source: AnyReward) -> str:
-    """Return the name of a source in metrics and tables."""
-    return source.used_name
 
 
 def normalize(values: Sequence[float]) -> list[float]:

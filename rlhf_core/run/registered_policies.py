@@ -187,7 +187,7 @@ def _find(artifacts: ArtifactStore, stage: StageName, version: ModelVersion) -> 
     if ref is None:
         raise InputError(
             f"the {stage} artifact of version {version.version} is not in its store any more, or is damaged:"
-            f" {artifacts.url}; choose another version, or run its configuration again. If the store moved,"
-            " make a link at its old place"
+            f" {artifacts.store.url}; choose another version, or run its configuration again. If the store"
+            " moved, make a link at its old place"
         )
     return ref

@@ -12,7 +12,7 @@ from rlhf_core.evaluation.language_model import LanguageModelJudge, held_out_pai
 from rlhf_core.evaluation.statistics import preference
 from rlhf_core.evaluation.summary import Intervals
 from rlhf_core.pipeline import StageName
-from rlhf_core.rewards.compose import code_digests, prefixed_usage, source_name
+from rlhf_core.rewards.compose import code_digests, prefixed_usage
 from rlhf_core.rewards.failures import resolve_failures
 from rlhf_core.rewards.language_model import asked_model
 from rlhf_core.stages.gates import check_gate
@@ -74,7 +74,7 @@ def check_language_model_rewards(
         log.warning(
             "ppo.rewards: the agreement of %s with people was not measured: no held-out pair is labelled by"
             " people (%d by models)",
-            ", ".join(map(source_name, sources)), of_models,
+            ", ".join([source.used_name for source in sources]), of_models,
         )  # fmt: skip
         return {}
     answers: list[RewardInput] = []
@@ -99,7 +99,7 @@ def _measure(
     groups: list[str],
 ) -> dict[str, float]:
     """Return the agreement of a source. `answers` are two of each pair, and `groups` those of the pairs."""
-    name = source_name(source)
+    name = source.used_name
     digest = code_digests(config.ppo.rewards, context.sources).get(name)
     outcome = asked_model(source, digest, Home.of(config.run.home).judge)(answers)
     grades = resolve_failures(name, source.on_error, outcome, answers)

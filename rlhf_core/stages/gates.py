@@ -77,9 +77,8 @@ def _check_published(ppo: PPOConfig, metrics: Mapping[str, float]) -> None:
 
 def _check_grader(grader: LanguageModelReward, stage: StageName, metrics: Mapping[str, float]) -> None:
     """Check the agreement of a reward source with people, if it was measured."""
-    from rlhf_core.rewards.compose import source_name
 
-    name = source_name(grader)
+    name = grader.used_name
     prefix = f"reward_agreement/{name}"
     if f"{prefix}/mean" not in metrics:
         return

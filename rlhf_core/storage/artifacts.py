@@ -105,9 +105,11 @@ class ArtifactStore:
             read_only: Whether damaged artifacts are only reported. A process that makes artifacts marks them,
                 so that they are made again.
         """
-        self._store = store
+        self.store = store
+        """The store."""
+        self.cache = cache
+        """Local folder for copies from a remote store."""
         self._read_only = read_only
-        self._cache = cache
         self._outbox = outbox
         self._verified: dict[tuple[str, str, str, bool, bool], tuple[Path, _Stamp]] = {}
 
@@ -123,7 +125,7 @@ class ArtifactStore:
             if manifest is None:
                 return None
             # Names and sizes only, in one listing. `fetch` verifies the content before anything reads it.
-            bundles.check_files(self._store, manifest)
+            bundles.check_files(self.store, manifest)
             return self._ref(manifest)
         except CorruptArtifact as error:
             log.error("%s", self._report_damage(artifact_prefix(kind, key), error, manifest))
@@ -132,12 +134,12 @@ class ArtifactStore:
     def _report_damage(self, prefix: str, error: CorruptArtifact, manifest: Manifest | None) -> str:
         """Mark an artifact as damaged, unless this store is only read. Return a message with what to do."""
         if self._read_only:
-            address = self._store.uri(f"{prefix}/{bundles.MANIFEST}")
+            address = self.store.uri(f"{prefix}/{bundles.MANIFEST}")
             return (
                 f"{error.message} Restore the file. If you cannot, delete {address} and run the configuration"
                 " of the artifact, which then makes it again."
             )
-        record = bundles.mark_damaged(self._store, prefix, error.message, manifest)
+        record = bundles.mark_damaged(self.store, prefix, error.message, manifest)
         return (
             f"{error.message} The artifact is marked as damaged ({record}); a run of its configuration makes"
             " it again."
@@ -162,17 +164,17 @@ class ArtifactStore:
     def find_file(self, kind: StageName, name: str) -> ArtifactRef | None:
         """Return an artifact of a stage that has a file with this name; None if there is none."""
         root = f"artifacts/{kind}"
-        for path in self._store.list(root):
+        for path in self.store.list(root):
             if path.endswith(f"/{name}"):
                 ref = self.find(kind, path.removeprefix(f"{root}/").partition("/")[0])
                 # Files of damaged artifacts, and of killed attempts, stay next to those of the artifact.
-                if ref is not None and self._store.uri(path) == f"{ref.uri}/{name}":
+                if ref is not None and self.store.uri(path) == f"{ref.uri}/{name}":
                     return ref
         return None
 
     def invalidate(self, ref: ArtifactRef, reason: str) -> None:
         """Have the artifact made again, because its content is not true any more. Its files stay."""
-        record = bundles.mark_damaged(self._store, artifact_prefix(ref.kind, ref.key), reason)
+        record = bundles.mark_damaged(self.store, artifact_prefix(ref.kind, ref.key), reason)
         log.warning("%s The artifact is invalid (%s) and will be made again.", reason, record)
 
     def publish(
@@ -241,7 +243,7 @@ class ArtifactStore:
         else:
             may_commit()
             manifest = bundles.commit(
-                self._store, bundle, folder, may_commit=may_commit, files_elsewhere=stored
+                self.store, bundle, folder, may_commit=may_commit, files_elsewhere=stored
             )
         ref = self._committed(kind, key, manifest, fence)
         if ref.digest != bundles.digest_of(complete):
@@ -275,15 +277,15 @@ class ArtifactStore:
             manifest = self._read(ref.kind, ref.key)
             if manifest is not None and manifest.digest == ref.digest:
                 folder = bundles.fetch(
-                    self._store,
+                    self.store,
                     manifest,
-                    self._cache,
+                    self.cache,
                     lambda path: (weights or not is_weights(path)) and (record or not is_record(path)),
                 )
                 if not self.is_local:
                     # The path of a copy has stage, key and digest, but no store. The hosts of a job fetch a
                     # base model from there.
-                    write_atomic(store_file(folder), self._store.url)
+                    write_atomic(store_file(folder), self.store.url)
                 self._verified[identity] = folder, _stamp(folder)
                 return folder
         except CorruptArtifact as error:
@@ -310,24 +312,9 @@ class ArtifactStore:
         return sizes
 
     @property
-    def store(self) -> Store:
-        """The store."""
-        return self._store
-
-    @property
-    def cache(self) -> Path:
-        """Local folder for copies from a remote store."""
-        return self._cache
-
-    @property
-    def url(self) -> str:
-        """URL of the store."""
-        return self._store.url
-
-    @property
     def is_local(self) -> bool:
         """Whether the artifacts are on this machine's disks."""
-        return self._store.is_local
+        return self.store.is_local
 
     def address(self, ref: ArtifactRef, path: str, *, local: bool = False) -> str:
         """Return the address of a file or folder of an artifact: a verified local path, or in a bucket its
@@ -380,7 +367,7 @@ class ArtifactStore:
             except CorruptArtifact:
                 return None
 
-        found = bundles.in_parallel(read, self._store.folders(f"artifacts/{kind}"))
+        found = bundles.in_parallel(read, self.store.folders(f"artifacts/{kind}"))
         return [self._origin(manifest) for manifest in found if manifest is not None]
 
     def _origin(self, manifest: Manifest) -> Origin:
@@ -442,7 +429,7 @@ class ArtifactStore:
         elif fence is not None:
             try:
                 # The artifact is committed. A store that fails here must not fail the stage.
-                bundles.remove(self._store, artifact_prefix(kind, key), keep=manifest.folder)
+                bundles.remove(self.store, artifact_prefix(kind, key), keep=manifest.folder)
             except StoreError as error:
                 log.warning("Leftovers next to the artifact %s/%s stay: %s", kind, key, error.message)
         return self._ref(manifest)
@@ -456,7 +443,7 @@ class ArtifactStore:
         return manifest
 
     def _read(self, kind: str, key: str) -> Manifest | None:
-        manifest = bundles.read(self._store, artifact_prefix(kind, key))
+        manifest = bundles.read(self.store, artifact_prefix(kind, key))
         if manifest is None:
             return None
         # A manifest that was copied from another key has an intact checksum.
@@ -476,7 +463,7 @@ class ArtifactStore:
             kind=body["kind"],
             key=body["key"],
             digest=manifest.digest,
-            uri=self._store.uri(manifest.data),
+            uri=self.store.uri(manifest.data),
             metrics=body["metrics"],
             mlflow_run_id=body["mlflow_run_id"],
             attributes=body["facts"],

@@ -124,7 +124,7 @@ def test_a_copied_home_has_its_own_artifacts(run: FinishedRun, tmp_path: Path) -
     copy = shutil.copytree(run.home.path, tmp_path / "copy")
     for _ in range(2):
         artifacts, _ref = find_run("small", str(copy)).artifact("ppo")
-        assert artifacts.url == str(copy / "store")
+        assert artifacts.store.url == str(copy / "store")
         shutil.rmtree(run.home.path, ignore_errors=True)  # with the original, and without
 
 
