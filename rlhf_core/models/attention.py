@@ -95,28 +95,16 @@ def cpu_attention(query: torch.Tensor) -> Any:
     """Return the function that computes plain causal attention with these queries (N, heads, L, d) fastest.
 
     On CPUs torch's kernel is slow for short sequences in bfloat16: with AMX its backward pass, and otherwise
-    both passes. In float16 without AMX it takes several times as long as in float32 (decision 5).
+    both passes (decision 5).
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if query.device.type == "cpu":
-        has_amx = torch.cpu._is_amx_tile_supported()
-        needs_forward_only = has_amx and not torch.is_grad_enabled()
-        if query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_ATTENTION and not needs_forward_only:
-            return _short
-        if query.dtype == torch.float16 and not has_amx:
-            return _in_float32
+    on_cpu = query.device.type == "cpu"
+    is_short = query.dtype == torch.bfloat16 and query.shape[2] <= SHORT_ATTENTION
+    # With AMX, torch's forward pass alone is fast.
+    if on_cpu and is_short and (torch.is_grad_enabled() or not torch.cpu._is_amx_tile_supported()):
+        return _short
     return sdpa_attention_forward
-
-
-def _in_float32(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """Return attention that is computed in float32, in the type of the queries."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    output, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), mask, **kwargs)
-    return output.to(query.dtype), None
 
 
 def _short(

@@ -102,7 +102,7 @@ def test_the_precision_of_other_products_is_restored() -> None:
         (torch.bfloat16, 8, False, "_short"),
         (torch.bfloat16, SHORT_ATTENTION, False, "_short"),
         (torch.bfloat16, SHORT_ATTENTION + 1, False, "sdpa_attention_forward"),
-        (torch.float16, 8, False, "_in_float32"),
+        (torch.float16, 8, False, "sdpa_attention_forward"),
         (torch.bfloat16, 8, True, "_short"),
         (torch.bfloat16, SHORT_ATTENTION + 1, True, "sdpa_attention_forward"),
         (torch.float16, 8, True, "sdpa_attention_forward"),
