@@ -348,16 +348,6 @@ def _token_view(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list
     return runs
 
 
-def sample_rows(card: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the samples as rows of one table: set, text, tokens (those in the loss between ⟦ and ⟧)."""
-    rows = []
-    for name, samples in card["samples"].items():
-        for sample in samples:
-            tokens = "\n".join(map(_runs_text, sample["tokens"]))
-            rows.append({"set": name, "text": sample["text"], "tokens": tokens})
-    return rows
-
-
 def _runs_text(runs: Sequence[Sequence[Any]]) -> str:
     return " ".join(f"⟦{'|'.join(tokens)}⟧" if marked else "|".join(tokens) for marked, tokens in runs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_core.config.address import is_hub_model
 from rlhf_core.config.pipeline import PipelineConfig
-from rlhf_core.data.card import limits_of, sample_rows
+from rlhf_core.data.card import limits_of
 from rlhf_core.data.prepare import FILE_NAMES, prepare
 from rlhf_core.data.prompt_sets import read_sets
 from rlhf_core.errors import InputError, RewardError
@@ -55,7 +55,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     metrics["data/tokens"] = card["tokenizer"]["tokens"]
     metrics = {name: float(value) for name, value in metrics.items()}
     context.metrics.log_metrics(metrics, step=0)
-    context.metrics.log_table("data_samples", sample_rows(card))
     context.metrics.log_file(context.output / "data_card.md", "data")
     context.metrics.log_file(context.output / "data_card.json", "data")
     if any(count["bad"] for count in card["counts"].values()):
