@@ -4,8 +4,8 @@
 
     summary = run_pipeline(load_config("deployments/configs/demo.yaml"))
 
-See docs/python-api.md. Everything but the errors is imported at its first use, so that `import rlhf_core` and
-the start of each child process stay fast.
+See docs/python-api.md; the errors are in `rlhf_core.errors`. Everything but `RLHFError` is imported at its
+first use, so that `import rlhf_core` and the start of each child process stay fast.
 """
 
 from __future__ import annotations
@@ -13,32 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rlhf_core.errors import (
-    BudgetSpent,
-    ConfigError,
-    CorruptArtifact,
-    DataDrifted,
-    DataError,
-    GateFailed,
-    InfrastructureError,
-    InputError,
-    ModelError,
-    NonFiniteError,
-    OutOfMemory,
-    RewardError,
-    RLHFError,
-    StageFailed,
-    StageHeld,
-    StageTimedOut,
-    StoreError,
-    StoreUnavailable,
-    Superseded,
-    UnexpectedError,
-    VotesNeeded,
-    WeightSyncError,
-    WorkerDied,
-    WorkerStuck,
-)
+from rlhf_core.errors import RLHFError
 
 if TYPE_CHECKING:
     from rlhf_core.config import PipelineConfig
@@ -52,32 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArtifactRef",
-    "BudgetSpent",
-    "ConfigError",
-    "CorruptArtifact",
-    "DataDrifted",
-    "DataError",
-    "GateFailed",
-    "InfrastructureError",
-    "InputError",
-    "ModelError",
-    "NonFiniteError",
-    "OutOfMemory",
     "PipelineConfig",
     "Plan",
     "RLHFError",
-    "RewardError",
-    "StageFailed",
-    "StageHeld",
-    "StageTimedOut",
-    "StoreError",
-    "StoreUnavailable",
-    "Superseded",
-    "UnexpectedError",
-    "VotesNeeded",
-    "WeightSyncError",
-    "WorkerDied",
-    "WorkerStuck",
     "__version__",
     "load_config",
     "make_plan",

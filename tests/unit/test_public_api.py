@@ -12,7 +12,6 @@ import sys
 from types import ModuleType
 
 import rlhf_core
-from rlhf_core import errors
 
 WITHOUT_PREFECT = """
 import sys
@@ -43,15 +42,6 @@ def test_all_lists_every_public_name_in_order() -> None:
     assert rlhf_core.__all__ == sorted(rlhf_core.__all__)
     assert all(getattr(rlhf_core, name) is not None for name in rlhf_core.__all__)
     assert set(rlhf_core.__all__) <= set(dir(rlhf_core))
-
-
-def test_every_error_is_exported() -> None:
-    tree = {
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and value.__module__ == errors.__name__
-    }
-    assert tree <= set(rlhf_core.__all__)
 
 
 def test_import_of_the_package_is_light() -> None:
