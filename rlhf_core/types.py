@@ -330,10 +330,6 @@ class Nodes(Protocol):
     Every folder has the same path on all hosts, and each host has files of its own there.
     """
 
-    @property
-    def copies(self) -> Mapping[str, int]:
-        """Bytes of the copies of the stage's inputs that each host makes, by their names in its cache."""
-
     def check(self) -> None:
         """Compare all nodes of the cluster; to be called when Ray is connected, before `join`.
 

@@ -22,14 +22,13 @@ import logging
 import math
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from rlhf_core.cluster.base_model import BaseModel
-from rlhf_core.cluster.disk_space import Space, space_of
 from rlhf_core.cluster.rpc import Pending, RemoteActor, settle
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import DataError, InfrastructureError, InputError, RLHFError, classifying
@@ -143,11 +142,6 @@ class NodeAgent:
         self._monitor.__enter__()
         files_of = found[1] if self._shares_folders else node_id
         return Started(*here(), files_of)
-
-    @_served
-    def space(self, copies: Mapping[str, int]) -> Space:
-        """Return the space of this host. `copies` is as in `Nodes.copies`."""
-        return space_of(Home.of(self._config.run.home).path, copies)
 
     @_served
     def close(self) -> None:

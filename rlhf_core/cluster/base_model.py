@@ -62,20 +62,6 @@ class BaseModel:
             if ref is not None:
                 theirs.fetch(ref)
 
-    def copies(self, config: PipelineConfig, artifacts: ArtifactStore) -> dict[str, int]:
-        """Return the bytes of the copy that a host makes (`ArtifactStore.copies`); empty without `origin`.
-
-        Raises StoreError if the store of the artifact fails.
-
-        Args:
-            config: The whole configuration.
-            artifacts: Those of the store of the run.
-        """
-        if self.origin is None:
-            return {}
-        theirs, ref = _find_artifact(self.origin, config, artifacts)
-        return {} if ref is None else theirs.copies([ref])
-
     def digest_here(self, config: PipelineConfig) -> str:
         """Return the `digest` of the files on this host. Raises ModelError if there is no such folder."""
         base = self.address(config)

@@ -1,7 +1,7 @@
 """The handshake: what every node of a cluster reports before anything heavy is started on it.
 
 A node with other code or other versions would compute other numbers, or fail with an error of pickle. A node
-that does not reach the store, or has no space, fails after the models are loaded. All of this is found in
+that does not reach the store fails after the models are loaded. All of this is found in
 seconds, by one task without resources per node. One error names each node and its differences.
 """
 
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_core.cluster.disk_space import space_of, space_problem
 from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster, node_name
 from rlhf_core.cluster.rpc import Pending, settle
 from rlhf_core.config import PipelineConfig
@@ -55,13 +54,11 @@ class StoreProbe:
         return f"{self.prefix}/{node}"
 
 
-def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Collection[StageName]) -> None:
+def check_nodes(config: PipelineConfig, stages: Collection[StageName]) -> None:
     """Ask every node of the cluster for its report. Call it after `connect`, on a cluster.
 
     Args:
         config: The configuration.
-        copies: See `Nodes.copies`. Nodes without GPUs have no ranks of a stage that uses GPUs, and need no
-            space for them.
         stages: The stage and the later ones of its run.
 
     Raises:
@@ -80,7 +77,7 @@ def check_nodes(config: PipelineConfig, copies: Mapping[str, int], stages: Colle
     # Each side reads what the other one wrote: a folder that is not shared would pass a test of writing.
     store.put_bytes(probe.key("driver"), b"driver")
     try:
-        calls = _ask(nodes, probe, config, copies)
+        calls = _ask(nodes, probe, config)
         reports = _reports(nodes, calls, config.run.timeouts.start, RAY_CLUSTER)
         nodes = [node for node in nodes if node["NodeID"] in reports]
         problems = []
@@ -154,7 +151,7 @@ def _store_probe(config: PipelineConfig) -> StoreProbe:
 
 
 def _ask(
-    nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig, copies: Mapping[str, int]
+    nodes: list[dict[str, Any]], probe: StoreProbe, config: PipelineConfig
 ) -> list[Pending[dict[str, Any]]]:
     """Start a task on each node that returns its report."""
     import ray
@@ -170,9 +167,7 @@ def _ask(
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
-        has_ranks = not uses_gpu(config.run.device) or node["Resources"].get("GPU", 0) > 0
-        own = dict(copies) if has_ranks else {}
-        calls.append(Pending(task.remote(probe, node["NodeID"], home, own)))
+        calls.append(Pending(task.remote(probe, node["NodeID"], home)))
     return calls
 
 
@@ -203,21 +198,19 @@ def _reports(
     return reports
 
 
-def report_node(probe: StoreProbe, node: str, home: str, copies: Mapping[str, int]) -> dict[str, Any]:
+def report_node(probe: StoreProbe, node: str, home: str) -> dict[str, Any]:
     """Return what this node reports. It runs as a task of Ray.
 
     Args:
         probe: The store.
         node: Ray's id of this node.
         home: `run.home`.
-        copies: See `Nodes.copies`.
     """
     return {
         "versions": _versions(),
         "gpus": machine().gpu_names(),
         "store": _reach_store(probe, node),
         "home": home_problem(Path(home)) or "",
-        "space": space_of(Path(home), copies),
     }
 
 
@@ -248,9 +241,6 @@ def _problems(report: Mapping[str, Any], config: PipelineConfig) -> list[str]:
         found.append(f"store.url={config.store_url}: {report['store']}")
     if report["home"]:
         found.append(f"run.home={config.run.home}: {report['home']}")
-    # Its part of a checkpoint is added when its ranks are known (`ClusterNodes.join`).
-    elif too_small := space_problem(config.run.home, report["space"]):
-        found.append(too_small)
     return found
 
 
@@ -267,4 +257,4 @@ def compare_versions(own: Mapping[str, str], other: Mapping[str, str]) -> list[s
 
 def _describe(report: Mapping[str, Any]) -> str:
     devices = f"{len(report['gpus'])} x {report['gpus'][0]}" if report["gpus"] else "no GPU"
-    return f"{devices}, {report['space'].free / 1e9:.1f} GB free, code {report['versions']['code']}"
+    return f"{devices}, code {report['versions']['code']}"

@@ -26,7 +26,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 from rlhf_core.cluster.agent import MARK, POLL_SECONDS, Host, HostCall, NodeAgent, Started, mark_text, of_host
 from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.connect import on_cluster
-from rlhf_core.cluster.disk_space import space_of, space_problem
 from rlhf_core.cluster.handshake import check_nodes
 from rlhf_core.cluster.placement import RAY_CLUSTER, RayCluster
 from rlhf_core.cluster.rpc import RemoteActor, fetch, ready, settle
@@ -34,7 +33,7 @@ from rlhf_core.cluster.stored_output import StoredOutput, needed_files, written_
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.hub import fetch_model
 from rlhf_core.data.sources import require_unchanged
-from rlhf_core.errors import ConfigError, DataError, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
+from rlhf_core.errors import DataError, InfrastructureError, RLHFError, WorkerDied, WorkerStuck
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage.artifacts import ArtifactStore
 from rlhf_core.storage.bundles import FileDigests, FileEntry, Manifest, is_record, merged
@@ -71,7 +70,6 @@ class ClusterNodes:
         output: Files of the stage that hosts exchange.
         monitor: The heartbeat monitor of the stage.
         base_model: That of the stage, if its processes read one.
-        copies: See `Nodes.copies`.
         artifacts: The store, for the inputs that processes on this host read, and for further inputs. None if
             this host has the inputs.
         cluster: Has the other hosts.
@@ -85,7 +83,6 @@ class ClusterNodes:
         output: StoredOutput,
         monitor: Monitor,
         base_model: BaseModel | None = None,
-        copies: Mapping[str, int] | None = None,
         artifacts: ArtifactStore | None = None,
         cluster: RayCluster = RAY_CLUSTER,
     ) -> None:
@@ -101,15 +98,9 @@ class ClusterNodes:
         """Whether this host has the base model."""
         self.lacks_base_weights = False
         """Whether this host has a copy of the base model without weights, which processes here need."""
-        self.copies = copies or {}
         self.stages: Collection[StageName] = ()
         """The stage and the later ones of its run, for `check`."""
         self.output = output
-        self.checkpoint_bytes = (0, 0)
-        """Bytes of a checkpoint of the stage, see `planning.loads.checkpoint_bytes`. The first `join`
-        checks the space of each host for its part.
-        """
-        self._has_space = False
         self._cluster = cluster
         self._hosts: list[Host] = []
         self._ranks: dict[str, dict[str, set[int]]] = {}
@@ -129,7 +120,7 @@ class ClusterNodes:
     # -- start and end --
 
     def check(self) -> None:
-        check_nodes(self.config, self.copies, self.stages)
+        check_nodes(self.config, self.stages)
 
     def join(self, ranks: Mapping[str, Mapping[str, Collection[int]]]) -> None:
         if not on_cluster():
@@ -143,15 +134,10 @@ class ClusterNodes:
                 merged[self._files_of.get(node_id, node_id)][folder] |= set(of_node)
         self._ranks = {node_id: dict(folders) for node_id, folders in merged.items()}
         self._has_processes = self._own_id in {self._files_of.get(node_id, node_id) for node_id in ranks}
-        if not self._has_space:
-            self._check_space()
-            self._has_space = True
         self._fetch_inputs(added)
 
     def add_inputs(self, refs: Sequence[ArtifactRef]) -> None:
         self._inputs += tuple(refs)
-        if self._artifacts is not None:
-            self.copies = {**self.copies, **self._artifacts.copies(refs)}
 
     def _add_hosts(self, node_ids: Sequence[str]) -> list[Host]:
         """Start the agents, and return the new hosts."""
@@ -174,28 +160,6 @@ class ClusterNodes:
             self._hosts += added
         self._monitor.include(self)
         return added
-
-    def _check_space(self) -> None:
-        """Raise ConfigError with a line for each host whose disk is too small for the inputs that it has to
-        fetch and for what its ranks write of a checkpoint.
-        """
-        hosts, home = self._with_files(), self.config.run.home
-        found = self._wait([host.call(NodeAgent.space, self.copies) for host in hosts])
-        # Without processes it has fetched what it needs.
-        own = self.copies if self._has_processes else dict.fromkeys(self.copies, 0)
-        spaces = {self._own_id: space_of(Path(home), own)}
-        spaces |= {host.node_id: space for host, space in zip(hosts, found, strict=True)}
-        problems, names = [], self._cluster.node_names()
-        for node_id, space in spaces.items():
-            part = written_bytes(*self.checkpoint_bytes, self._ranks, node_id)
-            if problem := space_problem(home, space, part):
-                problems.append(f"{names[node_id]}: {problem}")
-        if problems:
-            raise ConfigError(
-                f"run.home: {len(problems)} of the {len(spaces)} hosts of the stage have too little space:\n"
-                + "\n".join(problems)
-                + "\nfree some there, or set run.home"
-            )
 
     def _fetch_inputs(self, added: Sequence[Host]) -> None:
         """Fetch and verify what the stage reads on all hosts with processes, at the same time."""

@@ -31,7 +31,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhf_core.cluster.disk_space import bytes_below
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.pipeline import StoreConfig
 from rlhf_core.errors import InputError, Superseded
@@ -56,7 +55,7 @@ from rlhf_core.storage.artifacts import (
     parse_artifact_copy,
     store_file,
 )
-from rlhf_core.storage.bundles import MANIFEST
+from rlhf_core.storage.bundles import MANIFEST, bytes_below
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.fencing import Claim, Fence, claim_next, observe, renewed
 from rlhf_core.storage.inventory import (

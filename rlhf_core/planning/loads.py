@@ -421,7 +421,10 @@ def checkpoint_sizes(config: PipelineConfig, shape: ModelShape) -> dict[StageNam
     """Return the bytes of a checkpoint of each training stage."""
     sizes: dict[StageName, int] = {}
     for stage in training_stages(config):
-        sizes[stage], _ = checkpoint_bytes(config, shape, stage)
+        sizes[stage] = 0
+        for model, best in _trained(config, shape, stage):
+            size = bytes_per_parameter(model.deepspeed, average=model.average, best=best)
+            sizes[stage] += model.trainable * size
     for name, section in config.training_sections.items():
         if isinstance(section, RewardConfig):
             # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
@@ -437,9 +440,8 @@ def _trained(config: PipelineConfig, shape: ModelShape, stage: StageName) -> Ite
             for role, model in ppo_models(config, shape, group).items():
                 if model.trained:
                     yield model, keeps_best(config, role)
-    settings = settings_stage(config, stage)
     for name, section in config.training_sections.items():
-        if name == settings:
+        if name == stage:
             yield trained_model(config, shape, name, section.deepspeed), section.early_stop is not None
 
 
@@ -479,19 +481,6 @@ def unsharded_bytes(weights: int, states: int, zero_stage: int) -> int:
     """
     # ZeRO 0 divides nothing, 1 and 2 divide the optimizer's state, and 3 divides the weights as well.
     return (weights + states, weights, weights, 0)[zero_stage]
-
-
-def checkpoint_bytes(config: PipelineConfig, shape: ModelShape, stage: StageName) -> tuple[int, int]:
-    """Return the bytes of a checkpoint that all ranks of a stage write, and those of them that only ranks 0
-    write. Both are 0 for a stage without checkpoints.
-    """
-    every = unsharded = 0
-    for model, best in _trained(config, shape, stage):
-        size = model.trainable * bytes_per_parameter(model.deepspeed, average=model.average, best=best)
-        states = model.trainable * state_bytes(model.size, model.stage)
-        every += size
-        unsharded += unsharded_bytes(size - states, states, model.stage)
-    return every, unsharded
 
 
 def keeps_best(config: PipelineConfig, role: str) -> bool:

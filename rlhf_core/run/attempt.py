@@ -11,7 +11,6 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -29,7 +28,6 @@ from rlhf_core.config.pipeline import device_of
 from rlhf_core.data.card import with_limits_of_data
 from rlhf_core.errors import (
     InputError,
-    ModelError,
     OutOfMemory,
     RLHFError,
     StoreError,
@@ -38,10 +36,7 @@ from rlhf_core.errors import (
 )
 from rlhf_core.executors.events import Events
 from rlhf_core.executors.spec import StageSpec
-from rlhf_core.models.folder import ModelFolder, base_model_shape, config_of_base
-from rlhf_core.models.shape import shape_from_config
 from rlhf_core.pipeline import STAGES, StageName
-from rlhf_core.planning.loads import checkpoint_bytes
 from rlhf_core.record.reader import RECORD
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance, attempt_folder
 from rlhf_core.storage.checkpoints import CheckpointStore
@@ -247,14 +242,9 @@ class _Attempt:
         # Processes of later stages read models from artifacts.
         base_model = BaseModel.of(spec.config, spec.stage, spec.sources)
         inputs = list(spec.inputs.values())
-        copies = artifacts.copies(inputs)
-        if base_model is not None:
-            copies |= base_model.copies(spec.config, artifacts)
         key = attempt_folder(spec.stage, spec.key, self.fence)
         output = StoredOutput(output_folder(self.work), self.store, key)
-        nodes = ClusterNodes(
-            spec.config, self.work, inputs, output, self.monitor, base_model, copies, artifacts
-        )
+        nodes = ClusterNodes(spec.config, self.work, inputs, output, self.monitor, base_model, artifacts)
         nodes.lacks_base_weights = bool(spec.base_models)
         nodes.stages = stages_made(spec.config, spec.stage, spec.until)
         return nodes
@@ -271,7 +261,6 @@ class _Attempt:
         config = with_limits_of_data(spec.config, inputs)
         if nodes is not None:
             nodes.config = config
-            nodes.checkpoint_bytes = _checkpoint_bytes(spec, inputs)
         context = StageContext(
             inputs=inputs,
             output=out,
@@ -337,25 +326,6 @@ def _fresh_work_folder(spec: StageSpec, attempt: int) -> Path:
     work = spec.work / f"attempt-{attempt:06d}"
     work.mkdir(parents=True)
     return work
-
-
-def _checkpoint_bytes(spec: StageSpec, inputs: Mapping[str, Path]) -> tuple[int, int]:
-    """Return `checkpoint_bytes` of the stage, or zeros if the model's shape cannot be read."""
-    judge = base_of(spec.config, "judge") if spec.stage == "judge" else None
-    sft = inputs.get("sft")
-    try:
-        if judge is not None:
-            # Not `shape_of_stage`, which has the shape of the policy for a judge that cannot be read.
-            shape = shape_from_config(config_of_base(judge))
-        elif sft is not None:
-            # The base model of the hub may not be on this host after the stage `sft`.
-            shape = ModelFolder(sft / "model").shape
-        else:
-            shape = base_model_shape(spec.config)
-    except ModelError as error:
-        log.info("the space for checkpoints is not checked before the models are loaded: %s", error.message)
-        return 0, 0
-    return checkpoint_bytes(spec.config, shape, spec.stage)
 
 
 def _params(spec: StageSpec) -> dict[str, Any]:

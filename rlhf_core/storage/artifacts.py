@@ -297,20 +297,6 @@ class ArtifactStore:
             f"The artifact {ref.kind}/{ref.key} {problem}; a run of its configuration makes it again."
         )
 
-    def copies(self, refs: Sequence[ArtifactRef]) -> dict[str, int]:
-        """Return the bytes of the copy that a host makes of each artifact, by the copy's name in the cache.
-        Nothing is copied from a store that is a folder.
-        """
-        if self.is_local:
-            return {}
-        sizes = {}
-        for ref in refs:
-            manifest = self._read(ref.kind, ref.key)
-            if manifest is not None:  # what is missing is an error when it is fetched
-                fetched = [entry.size for entry in manifest.files if not is_record(entry.path)]
-                sizes[manifest.copy_name] = sum(fetched)
-        return sizes
-
     @property
     def is_local(self) -> bool:
         """Whether the artifacts are on this machine's disks."""

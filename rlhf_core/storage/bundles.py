@@ -606,6 +606,16 @@ def require_free(folder: Path, size: int, what: str) -> None:
         )
 
 
+def bytes_below(folder: Path) -> int:
+    """Return the size of all files below `folder`. Other processes may delete files at the same time."""
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                size += Path(parent, name).stat().st_size
+    return size
+
+
 def on_one_disk(one: Path, other: Path) -> bool:
     """Return whether a file of one folder can be linked into the other. The folders need not exist yet."""
     # Two mounts of one disk have the same number and refuse links. `LocalFiles.put_file` then copies, and a

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from rlhf_core.cluster.disk_space import bytes_below
 from rlhf_core.ops.prune import DAY, Pruning
 from rlhf_core.ops.retention import KINDS
 from rlhf_core.pipeline import StageName
 from rlhf_core.storage import bundles
+from rlhf_core.storage.bundles import bytes_below
 from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
 from rlhf_core.tracking.mlflow_client import Mlflow, Point

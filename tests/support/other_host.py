@@ -141,7 +141,6 @@ def two_nodes(
     folder: Path,
     agent: NodeAgent,
     inputs: Sequence[ArtifactRef] = (),
-    copies: Mapping[str, int] | None = None,
     artifacts: ArtifactStore | None = None,
     model: Path | None = None,
     base_model: BaseModel | None = None,
@@ -159,7 +158,6 @@ def two_nodes(
         StoredOutput(work / "out", agent._store, "artifacts/sft/k/000001"),
         monitor,
         base_model,
-        copies=copies,
         artifacts=artifacts,
         cluster=cluster,
     )

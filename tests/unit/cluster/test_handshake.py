@@ -2,7 +2,6 @@
 runs on hosts in `tests/integration/test_several_hosts.py`.
 
 - a node with the same report has no problem
-- free space is compared with the inputs of the stage that the node does not have yet
 - each difference is a phrase with the field, the value of the node and the rule
 - a node that Ray loses during the handshake is left out; one that does not answer is named
 - commit and driver version are not compared
@@ -23,7 +22,6 @@ import pytest
 
 from rlhf_core.cluster import handshake
 from rlhf_core.cluster.connect import rank_environment
-from rlhf_core.cluster.disk_space import Space
 from rlhf_core.cluster.handshake import StoreProbe, compare_versions, report_node
 from rlhf_core.cluster.rpc import Pending
 from rlhf_core.config import PipelineConfig
@@ -31,7 +29,6 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.errors import ConfigError, InfrastructureError
 from rlhf_core.executors.spec import stage_environment
 from rlhf_core.pipeline import STAGES, stages_between
-from rlhf_core.system.home import Home
 from tests.support.scripted_cluster import ScriptedCluster, node
 
 
@@ -44,7 +41,7 @@ def probe(tmp_path: Path) -> StoreProbe:
 
 @pytest.fixture
 def report(probe: StoreProbe, tmp_path: Path) -> dict[str, Any]:
-    return report_node(probe, "node-1", str(tmp_path / "home"), {})
+    return report_node(probe, "node-1", str(tmp_path / "home"))
 
 
 def problems(report: dict[str, Any]) -> list[str]:
@@ -54,7 +51,6 @@ def problems(report: dict[str, Any]) -> list[str]:
 def test_the_same_host_has_no_problem(report: dict[str, Any], probe: StoreProbe) -> None:
     assert problems(report) == []
     assert probe.store().read_bytes(probe.key("node-1")) == b"node"
-    assert report["space"].free > 0
 
 
 @pytest.mark.parametrize(
@@ -64,14 +60,6 @@ def test_the_same_host_has_no_problem(report: dict[str, Any], probe: StoreProbe)
         (lambda r: r["versions"].pop("ray"), ("ray is missing",)),
         (lambda r: r.update(store="denied"), ("store.url", "denied")),
         (lambda r: r.update(home="it is a file"), ("run.home", "it is a file")),
-        (
-            lambda r: r.update(space=Space(10**6, 0)),
-            ("run.home", "1 MB free", "at least 200 are needed: 200 for logs"),
-        ),
-        (
-            lambda r: r.update(space=Space(10**9, 15 * 10**9)),
-            ("run.home", "1000 MB free", "at least 15200 are needed: 15000 for the inputs of the stage, 200"),
-        ),
     ],
 )
 def test_each_difference_is_named(
@@ -82,23 +70,13 @@ def test_each_difference_is_named(
     assert all(word in problem for word in words), problem
 
 
-def test_inputs_that_a_node_has_need_no_space(probe: StoreProbe, tmp_path: Path) -> None:
-    home = Home.of(tmp_path / "home")
-    # A driver without ranks has fetched no weights.
-    for name, size in {"data": 10, "sft": 100}.items():
-        (home.cache / name).mkdir(parents=True)
-        (home.cache / name / "file").write_bytes(bytes(size))
-    found = report_node(probe, "node-1", str(home.path), {"data": 10, "sft": 300, "reward": 5})
-    assert found["space"].to_fetch == 205
-
-
 def test_commit_and_driver_are_not_compared() -> None:
     assert compare_versions({"git": "a", "torch": "2"}, {"gpu_driver": "570", "torch": "2"}) == []
 
 
 def test_another_folder_is_no_store(tmp_path: Path) -> None:
     probe = StoreProbe(str(tmp_path / "elsewhere"), None, "probe-1")
-    report = report_node(probe, "node-1", str(tmp_path / "home"), {})
+    report = report_node(probe, "node-1", str(tmp_path / "home"))
     assert "not shared" in report["store"]
 
 

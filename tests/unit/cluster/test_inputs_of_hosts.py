@@ -4,7 +4,7 @@
 - when processes start on the driver's host, it fetches the weights that it lacks, and no file twice
 - further inputs, as those of a champion, are fetched by the hosts before their next processes start
 - a driver without the weights does not know which models one engine can serve, and has an engine for each
-- a base model that is a copy of an artifact is fetched from the store of the artifact, and its bytes count
+- a base model that is a copy of an artifact is fetched from the store of the artifact
 - the host of a job fetches it into its own `run.home`, its weights only if they are read there
 """
 
@@ -26,6 +26,7 @@ from rlhf_core.data.sources import model_digest
 from rlhf_core.engines.sync.wire import are_interchangeable
 from rlhf_core.errors import CorruptArtifact, DataError, ModelError
 from rlhf_core.pipeline import StageName
+from rlhf_core.storage import bundles
 from rlhf_core.storage.artifacts import (
     ArtifactAddress,
     ArtifactCopy,
@@ -33,8 +34,9 @@ from rlhf_core.storage.artifacts import (
     Provenance,
     parse_artifact_copy,
 )
+from rlhf_core.storage.store import Store
 from rlhf_core.system.home import Home
-from rlhf_core.types import ArtifactRef
+from rlhf_core.types import ArtifactRef, artifact_prefix
 from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Elsewhere, backend_of, bucket, two_nodes
 
@@ -58,6 +60,13 @@ def names_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in files}
 
 
+def copy_name(store: Store, ref: ArtifactRef) -> str:
+    """Return the name of the folder with a host's copy of the artifact."""
+    manifest = bundles.read(store, artifact_prefix(ref.kind, ref.key))
+    assert manifest is not None
+    return manifest.copy_name
+
+
 class TwoHosts:
     """The driver's host and another one, of a stage with an artifact as input."""
 
@@ -72,14 +81,12 @@ class TwoHosts:
             folder,
             self.agent,
             inputs=[self.ref],
-            copies=self.artifacts.copies([self.ref]),
             artifacts=self.artifacts,
         )
 
     def files(self, ref: ArtifactRef) -> tuple[set[str], set[str]]:
         """Return the names of the artifact's files on the driver's host and on the other one."""
-        [name] = self.artifacts.copies([ref])
-        here = self.folder / "home" / "cache" / name
+        here = self.folder / "home" / "cache" / copy_name(self.here, ref)
         return names_in(here), names_in(self.agent.there(here))
 
 
@@ -113,9 +120,7 @@ def test_processes_on_the_drivers_host_alone_have_the_inputs(hosts: TwoHosts) ->
 def test_further_inputs_are_fetched_before_the_next_processes_start(hosts: TwoHosts) -> None:
     hosts.nodes.join({"2": {"": {0}}})
     champion = published(hosts.folder, "ppo")
-    needed = sum(hosts.nodes.copies.values())
     hosts.nodes.add_inputs([champion])
-    assert sum(hosts.nodes.copies.values()) == needed + sum(len(text + "ppo") for text in FILES.values())
     hosts.artifacts.fetch(champion, weights=False)
     hosts.nodes.join({"2": {"": {0}}})
     assert hosts.files(champion) == ({"model/config.json"}, set(FILES))
@@ -174,7 +179,7 @@ def test_a_partial_copy_is_completed_and_a_damaged_one_made_again(tmp_path: Path
 
 def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> None:
     ref, theirs = published(tmp_path, "ppo", "a" * 16), bucket(tmp_path)
-    [name] = ArtifactStore(theirs, tmp_path).copies([ref])
+    name = copy_name(theirs, ref)
 
     def config_of(host: str) -> PipelineConfig:
         home = tmp_path / host / "home"
@@ -189,10 +194,6 @@ def test_a_base_model_from_a_bucket_is_fetched_by_each_host(tmp_path: Path) -> N
     assert config.model.path == folder
     model = BaseModel.of(config, "sft", {"model": digest})
     assert model == BaseModel("sft", digest, ArtifactAddress(theirs.url, "ppo", "a" * 16))
-    size = sum(len(text + "ppo") for text in FILES.values())
-    assert (
-        model.copies(config, driver) == {name: size} and BaseModel("sft", digest).copies(config, driver) == {}
-    )
     assert BaseModel.of(config, "sft", {}) is None and BaseModel.of(config, "ppo", {"model": "d"}) is None
     (tmp_path / "work" / "scratch").mkdir(parents=True)
     theirs_as_json = config_of("two").model_dump_json(by_alias=True)

@@ -1,8 +1,6 @@
 """What each host has of a checkpoint, and what the driver makes of the parts.
 
 - a host needs space for what its ranks write of a checkpoint, and not for all of it
-- before a stage fetches its inputs, each host with too little space for them and for its part of a checkpoint
-  is named, with what is needed for what
 - a rank's own files are fetched only where that rank runs, all files if another number of ranks continues
 - hosts hash and upload their parts at the same time, and one manifest commits them all; without one part
   nothing is committed
@@ -14,7 +12,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -27,20 +24,17 @@ from rlhf_core.cluster.base_model import BaseModel
 from rlhf_core.cluster.stored_output import needed_files, written_bytes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.data.sources import model_digest, model_digests
-from rlhf_core.errors import ConfigError, CorruptArtifact, DataError, StoreError
+from rlhf_core.errors import DataError, StoreError
 from rlhf_core.storage import bundles
 from rlhf_core.storage.bundles import FileEntry, Manifest
 from rlhf_core.storage.checkpoints import CheckpointStore
 from rlhf_core.storage.outbox import Outbox
 from rlhf_core.storage.store import Store
 from rlhf_core.system.files import held
-from rlhf_core.system.machine import Disk
-from rlhf_core.types import ArtifactRef
 from tests.support.checkpoints import keep
 from tests.support.claims import claim
 from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Elsewhere, bucket, two_nodes
-from tests.support.scripted_machine import ScriptedMachine, on_machine
 from tests.support.scripted_store import ScriptedStore
 
 ZERO_3 = [
@@ -309,45 +303,6 @@ def test_only_the_driver_fetches_the_record(
     nodes.fetch(manifest, tmp_path)()
     assert asked == [{"controller.json"}]
     assert all(map(nodes.needed_here(manifest), paths))
-
-
-def test_a_host_without_space_for_its_part_is_named_before_it_fetches_inputs(
-    tmp_path: Path, other: Elsewhere
-) -> None:
-    missing = ArtifactRef("data", "k", "0" * 64, "nowhere")  # to fetch it is an error
-    nodes = two_nodes(tmp_path, other, inputs=[missing], copies={"data-k": 50_000_000})
-    copy = tmp_path / "home" / "cache" / "data-k" / "rows"  # the driver has it
-    copy.parent.mkdir(parents=True)
-    copy.touch()
-    os.truncate(copy, 50_000_000)
-    # Rank 0 writes 100 MB alone; the three ranks write 500 MB each.
-    nodes.checkpoint_bytes = (1_600_000_000, 100_000_000)
-    ranks = {"1": {"": {0}}, "2": {"": {1, 2}}}
-    with (
-        on_machine(ScriptedMachine(disk=Disk(10**10, 1_000_000_000))),
-        pytest.raises(ConfigError) as caught,
-    ):
-        nodes.join(ranks)
-    assert caught.value.message == (
-        "run.home: 1 of the 2 hosts of the stage have too little space:\n"
-        f"two (10.0.0.1): run.home={tmp_path}/home: 1000 MB free, at least 1250 are needed:"
-        " 1000 for its part of a checkpoint, 50 for the inputs of the stage, 200 for logs and other files\n"
-        "free some there, or set run.home"
-    )
-    with (
-        on_machine(ScriptedMachine(disk=Disk(10**10, 799_000_000))),
-        pytest.raises(
-            ConfigError, match=r"2 of the 2 hosts .*\none .* 800 are needed: 600 for its part.*\ntwo"
-        ),
-    ):
-        nodes.join(ranks)
-    # The checkpoints of the stage may use the space after the first comparison.
-    for free in (1_250_000_000, 1_000_000):
-        with (
-            on_machine(ScriptedMachine(disk=Disk(10**10, free))),
-            pytest.raises(CorruptArtifact, match="data/k is gone"),
-        ):
-            nodes.join(ranks)
 
 
 def test_the_base_model_of_another_host_must_have_the_files_of_the_driver(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from rlhf_core.cluster.agent import Started
-from rlhf_core.cluster.disk_space import Space
 from rlhf_core.cluster.nodes import SILENT_SECONDS, ClusterNodes
 from rlhf_core.cluster.stored_output import StoredOutput
 from rlhf_core.config import PipelineConfig
@@ -45,9 +44,6 @@ class Agent:
     def start(self, _node_id: str, _token: str) -> Started:
         self._fail()
         return Started(self.host, "machine", self._node_id)
-
-    def space(self, _copies: object) -> Space:
-        return Space(10**12, 0)
 
     def fetch_artifacts(self, _refs: object) -> list[Path]:
         return []

@@ -40,7 +40,7 @@ from rlhf_core.system.home import Home, output_folder
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
 from rlhf_core.testing.ranks import ScriptedRankGroup, scripted_ranks
-from rlhf_core.types import ArtifactRef, SFTExample, StageContext
+from rlhf_core.types import ArtifactRef, SFTExample, StageContext, artifact_prefix
 from tests.support.claims import claim
 from tests.support.demo_data import with_demo_data
 from tests.support.other_host import Bucket, Elsewhere, backend_of, bucket
@@ -190,7 +190,9 @@ def test_sft_on_two_hosts_is_continued_on_one(tmp_path: Path, monkeypatch: pytes
         return one.run(data, nodes, agent.there), backend_of(one.store), backend_of(two)
 
     weights, one, two = in_a_fork(on_two_hosts)
-    [(name, size)] = ArtifactStore(store, tmp_path / "unused").copies([data]).items()
+    published = bundles.read(store, artifact_prefix("data", "d"))
+    assert published is not None
+    name, size = published.copy_name, sum(entry.size for entry in published.files)
     for folder in (tmp_path / "one", tmp_path / "two" / tmp_path.relative_to("/") / "one"):
         files = [file for file in (folder / "home" / "cache" / name).rglob("*") if file.is_file()]
         assert sum(file.stat().st_size for file in files) == size

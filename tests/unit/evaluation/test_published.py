@@ -193,7 +193,6 @@ class SharedFolders:
     def __init__(self) -> None:
         self.folders: list[Path] = []
         self.have_left = False
-        self.copies: Mapping[str, int] = {}
         self.stored: Mapping[Path, str] = {}
 
     def check(self) -> None: ...

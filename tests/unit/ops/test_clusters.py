@@ -33,7 +33,7 @@ from rlhf_core.models.shape import ModelShape, known_shape
 from rlhf_core.ops.plan.plan import fastest_settings, make_plan
 from rlhf_core.ops.plan.speed import optimizer_step_time, step_time, sync_time
 from rlhf_core.planning.hardware import GIB, Device, Hardware, Network, parse_gpus, parse_link
-from rlhf_core.planning.loads import checkpoint_bytes, checkpoint_sizes, device_loads
+from rlhf_core.planning.loads import checkpoint_sizes, device_loads
 from rlhf_core.planning.memory import Model
 from rlhf_core.planning.search import advise, compare_memory, room_for_engines, with_changes
 from tests.support.sampled import share
@@ -247,19 +247,6 @@ def test_a_checkpoint_has_14_bytes_for_each_parameter() -> None:
     assert sizes["ppo"] == 16 * WEIGHTS + 14 * critic
     adapters = checkpoint_sizes(production("ppo.lora={r: 16}"), shape("llama-3-8b"))
     assert adapters["ppo"] < sizes["ppo"] / 50
-
-
-def test_rank_0_writes_what_is_not_sharded() -> None:
-    of_8b = shape("llama-3-8b")
-    for zero_stage, alone in ((0, 14), (1, 2), (2, 2), (3, 0)):
-        sharding = f"{{ranks: 16, zero_stage: {zero_stage}, hpz: 1}}"
-        wanted = production(f"sft.deepspeed={sharding}", "sft.deepspeed.dtype=bfloat16")
-        size, unsharded = checkpoint_bytes(wanted, of_8b, "sft")
-        assert (size, unsharded) == (14 * of_8b.parameters, alone * of_8b.parameters)
-    # A judge without settings of its own has those of the reward model.
-    judged = production("reward.judge={}")
-    assert checkpoint_bytes(judged, of_8b, "judge") == checkpoint_bytes(judged, of_8b, "reward")
-    assert checkpoint_bytes(judged, of_8b, "evaluate") == (0, 0)
 
 
 # -- the fastest settings --

@@ -3,9 +3,8 @@
 - an attempt that was overtaken commits neither a checkpoint nor an artifact
 - an artifact that another run has made since the flow looked for it is reused
 - the claim of an attempt names the artifacts that its stage reads, which `rlhf prune` keeps
-- on a cluster, the bytes of the stage's checkpoints are known before its ranks are placed; those of a judge
-  only if the config.json of its own base model can be read
-- the stage knows the later stages of its run, for which the handshake compares the memory of the GPUs
+- on a cluster, the stage knows the later stages of its run, for which the handshake compares the memory of
+  the GPUs
 - the MLflow run names the artifact, and the command that reads its record if it has one
 - the section `store` decides which checkpoints are kept, and whether a stage may go on from what other code
   wrote or start from the beginning where all are damaged
@@ -13,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,7 @@ from rlhf_core.cluster.nodes import ClusterNodes
 from rlhf_core.config import PipelineConfig
 from rlhf_core.errors import ConfigError, CorruptArtifact, RLHFError, Superseded
 from rlhf_core.executors.spec import StageSpec
-from rlhf_core.models.shape import shape_from_config, tiny_shape
 from rlhf_core.pipeline import StageName
-from rlhf_core.planning.loads import checkpoint_bytes
 from rlhf_core.storage.fencing import observe
 from rlhf_core.storage.store import Store
 from rlhf_core.tracking.tracker import open_tracking
@@ -157,22 +153,6 @@ def test_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert kept == [f"step-0000000{step}" for step in (5, 6, 7)]
 
 
-def test_bytes_of_checkpoints_are_known_before_ranks_are_placed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    attempt = Attempt(tmp_path)
-    found = []
-
-    def body(context: StageContext) -> None:
-        assert isinstance(context.nodes, ClusterNodes)
-        found.append(context.nodes.checkpoint_bytes)
-
-    attempt(body)
-    shape = tiny_shape(attempt.config.model.tiny)
-    assert found == [checkpoint_bytes(attempt.config, shape, "sft")] and found[0][0] > 0
-
-
 def test_a_stage_on_a_cluster_knows_the_later_stages_of_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,30 +166,6 @@ def test_a_stage_on_a_cluster_knows_the_later_stages_of_its_run(
 
     attempt(body, until="reward")
     assert found == ["sft", "reward"]
-
-
-def test_a_judge_of_the_hub_that_is_not_here_has_no_known_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    commit = "c" * 40
-    reward = {"judge": {"path": "org/judge", "revision": commit}}
-    found = []
-
-    def body(context: StageContext) -> None:
-        assert isinstance(context.nodes, ClusterNodes)
-        found.append(context.nodes.checkpoint_bytes)
-
-    Attempt(tmp_path / "first", "judge", reward)(body)
-    snapshot = tmp_path / "hub" / "models--org--judge" / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(JUDGE))
-    second = Attempt(tmp_path / "second", "judge", reward)
-    second(body)
-    known = checkpoint_bytes(second.config, shape_from_config(JUDGE), "judge")
-    assert found == [(0, 0), known] and known[0] > 0
 
 
 def _damaged(attempt: Attempt) -> None:

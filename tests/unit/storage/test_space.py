@@ -1,7 +1,8 @@
 """A disk that is too small or fills up costs nothing that was there before.
 
 Locks: space is checked before a checkpoint, a copy and a download, with both numbers in the message;
-whichever write fails for lack of space, nothing that looks whole appears and the old checkpoint loads.
+whichever write fails for lack of space, nothing that looks whole appears and the old checkpoint loads. The
+size of a folder does not count a file that another process deletes meanwhile.
 """
 
 from __future__ import annotations
@@ -148,3 +149,19 @@ def test_full_disk_keeps_the_old_checkpoint(links: bool, tmp_path: Path) -> None
     # fsync of each. The files are written in parallel, so two threads may try to create the same folder.
     assert refused == nth - 1
     assert refused >= 6 + 4 * 4
+
+
+def test_a_file_that_disappears_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gone = tmp_path / "rank0" / "kept", tmp_path / "rank0" / "gone"
+    kept.parent.mkdir()
+    kept.write_bytes(bytes(100))
+    gone.write_bytes(bytes(1000))
+    stat = Path.stat
+
+    def deleted_meanwhile(path: Path, **more: Any) -> os.stat_result:
+        if path == gone:
+            gone.unlink(missing_ok=True)
+        return stat(path, **more)
+
+    monkeypatch.setattr(Path, "stat", deleted_meanwhile)
+    assert bundles.bytes_below(tmp_path) == 100
