@@ -10,19 +10,17 @@ from typing import Literal
 
 from rlhf_core.config.consistency import deepspeed_sections, learning_rates
 from rlhf_core.config.pipeline import PipelineConfig, TrainingStage, runs_on_gpu, section_of
-from rlhf_core.config.placement import TRAINED
 from rlhf_core.config.placement import plan as plan_placement
 from rlhf_core.errors import ConfigError, Finding, ModelError
-from rlhf_core.models.folder import ModelFolder, base_model_shape
-from rlhf_core.models.shape import ModelShape, count_in_words, tiny_shape
+from rlhf_core.models.folder import base_model_shape
+from rlhf_core.models.shape import ModelShape, count_in_words
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.hardware import Hardware, cpu_hardware, visible_hardware
 from rlhf_core.planning.loads import (
     EVALUATION,
     PPO,
-    bytes_per_parameter,
+    checkpoint_sizes,
     evaluating_stages,
-    keeps_best,
     settings_stage,
     stages_on_evaluation_ranks,
 )
@@ -313,16 +311,17 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
     if config.store_folder is not None:
         # One more, because the new checkpoint is committed before an old one is deleted.
         copies = config.store.keep_checkpoints + 1
-    # Each model is also saved once.
-    needed = 200_000_000 + _parameters(config) * sum(4 + copies * size for size in _checkpoint_bytes(config))
+    shape = _known_shape(config)
+    sizes = checkpoint_sizes(config, shape) if shape is not None else {}
+    stage, size = max(sizes.items(), key=lambda entry: entry[1], default=("sft", 0))
+    needed = 200_000_000 + copies * size
     disk = machine().disk(folder)
     if problem := full_disk(folder):
         yield ConfigError(f"run.home: {problem}, or set run.home")
     elif disk.free < needed:
         yield (
-            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but the models of"
-            f" {'PPO' if config.ppo.enabled else 'DPO'} with {copies} checkpoints need about"
-            f" {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
+            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but {copies} checkpoints of the stage"
+            f" {stage} need about {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
         )
 
 
@@ -337,33 +336,3 @@ def full_disk(folder: Path) -> str | None:
         f"{existing} has {disk.free / 1e6:.0f} MB free; databases and logs alone need"
         f" {_MIN_FREE_BYTES / 1e6:.0f} MB; free some"
     )
-
-
-def _checkpoint_bytes(config: PipelineConfig) -> Iterator[int]:
-    """Yield the bytes of a parameter in the checkpoints of PPO, or of DPO without PPO, for each trained
-    model. Adapters are small and count as 0.
-    """
-    dpo = config.dpo
-    if not config.ppo.enabled:
-        if dpo.lora is None:
-            yield bytes_per_parameter(dpo.deepspeed, best=dpo.early_stop is not None)
-        else:
-            yield 0
-        return
-    for group in plan_placement(config.ppo).groups:
-        for role in group.roles:
-            if role not in TRAINED:
-                continue
-            if config.ppo.lora is not None:
-                yield 0
-                continue
-            average = role == "policy" and config.ppo.ema_decay is not None
-            best = keeps_best(config, role)
-            yield bytes_per_parameter(group.deepspeed(role, config.ppo), average=average, best=best)
-
-
-def _parameters(config: PipelineConfig) -> int:
-    """Return the number of parameters of the base model, or 0 if it is not on this machine."""
-    if config.model.path is None:
-        return tiny_shape(config.model.tiny).parameters
-    return ModelFolder(config.model.path).parameters

@@ -37,7 +37,6 @@ from rlhf_core.planning.memory import (
     ForwardPass,
     Model,
     asleep,
-    dtype_bytes,
     engine_memory,
 )
 
@@ -418,13 +417,17 @@ def _phases(config: PipelineConfig, models: dict[str, Model], ranks: int) -> dic
 
 
 def checkpoint_sizes(config: PipelineConfig, shape: ModelShape) -> dict[StageName, int]:
-    """Return the bytes of a checkpoint of each training stage."""
+    """Return the bytes of a checkpoint of each training stage: of each trained parameter its weight in the
+    precision of training, the optimizer's state, and the copies that are kept. Weights that are frozen under
+    an adapter are not part of a checkpoint.
+    """
     sizes: dict[StageName, int] = {}
     for stage in training_stages(config):
         sizes[stage] = 0
         for model, best in _trained(config, shape, stage):
-            size = bytes_per_parameter(model.deepspeed, average=model.average, best=best)
-            sizes[stage] += model.trainable * size
+            # A float32 moving average, and the best weights so far.
+            copies = 4 * model.average + model.size * best
+            sizes[stage] += model.trainable * (model.size + state_bytes(model.size, model.stage) + copies)
     for name, section in config.training_sections.items():
         if isinstance(section, RewardConfig):
             # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
@@ -439,23 +442,10 @@ def _trained(config: PipelineConfig, shape: ModelShape, stage: StageName) -> Ite
         for group in plan(config.ppo).groups:
             for role, model in ppo_models(config, shape, group).items():
                 if model.trained:
-                    yield model, keeps_best(config, role)
+                    yield model, role == "policy" and config.ppo.publish == "best"
     for name, section in config.training_sections.items():
         if name == stage:
             yield trained_model(config, shape, name, section.deepspeed), section.early_stop is not None
-
-
-def bytes_per_parameter(deepspeed: DeepSpeedConfig, *, average: bool = False, best: bool = False) -> int:
-    """Return the bytes of a trained parameter in a checkpoint: its weight in the precision of training, the
-    optimizer's state, and copies. Weights that are frozen under an adapter are not part of a checkpoint.
-
-    Args:
-        deepspeed: Precision and sharding.
-        average: Whether a float32 moving average of the weights is kept.
-        best: Whether the best weights so far are kept.
-    """
-    size = dtype_bytes(deepspeed.dtype)
-    return size + state_bytes(size, deepspeed.zero_stage) + 4 * average + size * best
 
 
 def state_bytes(size: int, zero_stage: int) -> int:
@@ -481,8 +471,3 @@ def unsharded_bytes(weights: int, states: int, zero_stage: int) -> int:
     """
     # ZeRO 0 divides nothing, 1 and 2 divide the optimizer's state, and 3 divides the weights as well.
     return (weights + states, weights, weights, 0)[zero_stage]
-
-
-def keeps_best(config: PipelineConfig, role: str) -> bool:
-    """Return whether PPO's checkpoints of this role have the best weights so far."""
-    return role == "policy" and config.ppo.publish == "best"
