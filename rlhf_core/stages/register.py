@@ -30,7 +30,6 @@ from rlhf_core.evaluation.summary import policy_metrics
 from rlhf_core.evaluation.votes import newest_files, read_vote_files
 from rlhf_core.pipeline import STAGES
 from rlhf_core.storage.artifacts import ArtifactStore, open_artifacts
-from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.versions import versions
 from rlhf_core.system.files import write_json, write_jsonl
 from rlhf_core.tracking.champions import BASE, POLICY, REFERENCE, WEIGHTS, registry_errors
@@ -63,7 +62,7 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
         )
     # Before anything is registered, because a file that cannot be used ends the stage.
     votes = _VotesOfPeople(config, context)
-    weights_digest = _weights_digest(config, context, lineage)
+    weights_digest = lineage.inputs[config.register_.policy].attributes["weights_sha256"]
     tracking = open_tracking(config)
     # This stage alone cannot go on without MLflow; others keep their metrics and send them later.
     tracking.wait(TRACKER_SECONDS)
@@ -104,17 +103,6 @@ def run(config: PipelineConfig, context: StageContext) -> StageResult:
     write_json(context.output / "registration.json", facts, indent=1)
     headline = _headline(registration, candidate.evaluation.votes)
     return StageResult(headline, {name: value for name, value in facts.items() if value is not None})
-
-
-def _weights_digest(config: PipelineConfig, context: StageContext, lineage: Lineage) -> str:
-    """Return the digest of the policy's weights."""
-    trained_by = config.register_.policy
-    policy = lineage.inputs[trained_by]
-    digest = policy.attributes.get("weights_sha256")
-    if digest is None:  # an earlier release made it, and the weights need not be on this host
-        stored = open_artifacts(config).file_digests(policy, "policy")
-        digest = weights_sha256(context.inputs[trained_by] / "policy", stored)
-    return digest
 
 
 def _candidate(

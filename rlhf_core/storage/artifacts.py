@@ -368,13 +368,6 @@ class ArtifactStore:
             body.get("versions", {}),
         )
 
-    def file_digests(self, ref: ArtifactRef, folder: str) -> dict[str, str]:
-        """Return the sha256 of the files in a folder of an artifact, by name, without those in its folders.
-        Nothing is fetched. Raises CorruptArtifact if the artifact is gone.
-        """
-        paths = {PurePosixPath(entry.path): entry.sha256 for entry in self._present(ref).files}
-        return {path.name: digest for path, digest in paths.items() if str(path.parent) == folder}
-
     def parent(self, ref: ArtifactRef, kind: StageName) -> ArtifactRef | None:
         """Return the artifact of the stage `kind` that an artifact was made from; None if it was made from
         none, or if this store lacks it.

@@ -4,13 +4,11 @@
   no policy of PPO
 - `rlhf serve` and the model card read the same policy, with the precisions of its evaluation
 - the policy of PPO remains the default, with the tags and facts of earlier releases
-- artifacts of earlier releases have no digest of the weights, which need not be on the host of the stage
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,12 +95,10 @@ Run = Callable[..., tuple[dict[str, Any], PipelineConfig, Mlflow]]
 
 @pytest.fixture
 def run(tmp_path: Path, database: Path) -> Run:
-    """Registers a policy, and returns `registration.json`, the configuration and the registry. Without
-    `weights`, the host of the stage has no weights of the policies, as on a cluster.
-    """
+    """Registers a policy, and returns `registration.json`, the configuration and the registry."""
 
     def register_policy(
-        policy: str, evaluation: dict[str, Any] | None = None, weights: bool = True, **sections: Any
+        policy: str, evaluation: dict[str, Any] | None = None, **sections: Any
     ) -> tuple[dict[str, Any], PipelineConfig, Mlflow]:
         tree = {
             "run": {"home": str(tmp_path / "home"), "name": f"n{abs(hash(tmp_path))}", "device": "cpu"},
@@ -119,6 +115,7 @@ def run(tmp_path: Path, database: Path) -> Run:
             folder = tmp_path / "made" / stage
             made = config.model_dump(mode="json", by_alias=True)
             metrics: dict[str, float] = {}
+            attributes: dict[str, str] = {}
             if stage == "data":
                 write_data_artifact(folder, tokenizer=TOKENIZER)
             elif stage == "evaluate":
@@ -129,21 +126,18 @@ def run(tmp_path: Path, database: Path) -> Run:
                 metrics = METRICS
             else:
                 save_tiny_llama(folder / ("model" if stage == "sft" else "policy"), number, vocab_size=64)
+                if stage != "sft":
+                    attributes = {"weights_sha256": weights_sha256(folder / "policy")}
                 if stage == "dpo":
                     # An earlier run with another precision of the engines made it.
                     made["ppo"]["engine"]["dtype"] = "float32"
                     (folder / "adapter").mkdir()
                     (folder / "adapter" / "adapter_config.json").write_text('{"r": 8}')
-            refs[stage] = store.publish(stage, "a" * 16, folder, Provenance(config=made, metrics=metrics))
+            provenance = Provenance(config=made, metrics=metrics, attributes=attributes)
+            refs[stage] = store.publish(stage, "a" * 16, folder, provenance)
         inputs = stage_inputs(config, "register")
         lineage = {stage: refs[stage] for stage in inputs if stage in refs}
         fetched: dict[str, Path] = {stage: store.fetch(ref) for stage, ref in lineage.items()}
-        if not weights:
-            ignored = shutil.ignore_patterns("*.safetensors")
-            fetched = {
-                stage: shutil.copytree(folder, tmp_path / "here" / stage, ignore=ignored)
-                for stage, folder in fetched.items()
-            }
         context = stage_context(
             tmp_path / f"stage-{policy}",
             inputs=fetched,
@@ -213,13 +207,6 @@ def test_a_version_names_the_model_whose_answers_were_sampled(
     facts, config, mlflow = run("dpo", sample={"policy": sampled})
     tags = load_registered(mlflow, facts["model"], config.run.home).version.tags
     assert tags.get("rlhf.sample.policy") == tag
-
-
-@pytest.mark.parametrize("policy", ["dpo", "ppo"])
-def test_weights_of_an_earlier_release_need_not_be_on_this_host(policy: str, run: Run) -> None:
-    """Its artifact has no attribute `weights_sha256`."""
-    facts, _, _ = run(policy, weights=False)
-    assert facts["weights_sha256"] == weights_sha256(Path(facts["source"]))
 
 
 def test_an_evaluation_of_an_earlier_release_is_refused(run: Run) -> None:

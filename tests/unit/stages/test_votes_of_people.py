@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from rlhf_core.run.external_inputs import external_digests
 from rlhf_core.stages import register
 from rlhf_core.stages.register import match_name
 from rlhf_core.storage.artifacts import ArtifactStore, Provenance
+from rlhf_core.storage.bundles import weights_sha256
 from rlhf_core.storage.store import open_store
 from rlhf_core.testing import stage_context
 from rlhf_core.testing.data import write_data_artifact
@@ -133,9 +135,10 @@ def run(
         key = policy.encode().hex().rjust(16, "0")
         TOKENIZER.save_pretrained(tmp_path / policy / "policy")
         (tmp_path / policy / "policy" / "model.safetensors").write_text(policy)
+        weights = {"weights_sha256": weights_sha256(tmp_path / policy / "policy")}
         refs: dict[StageName, ArtifactRef] = {
             "data": data,
-            "ppo": store.publish("ppo", key, tmp_path / policy, made),
+            "ppo": store.publish("ppo", key, tmp_path / policy, replace(made, attributes=weights)),
         }
         for stage in ("sft", "reward", "evaluate"):
             refs[stage] = ArtifactRef(stage, key, f"{policy}-{stage}", f"{tmp_path}/{policy}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +198,6 @@ def test_a_manifest_with_a_wrong_entry_is_damage_for_every_reader(
         lambda: reader.config(ref),
         lambda: reader.parent(ref, "sft"),
         lambda: reader.address(ref, "policy"),
-        lambda: reader.file_digests(ref, "policy"),
     ]
     for read in reads:
         with pytest.raises(CorruptArtifact, match=f"has a wrong entry {entry}: "):
@@ -353,20 +351,6 @@ def test_the_digest_of_weights_covers_every_shard(tmp_path: Path) -> None:
     two = weights_sha256(tmp_path)
     (tmp_path / "b.safetensors").write_bytes(b"3")
     assert len({two, weights_sha256(tmp_path), "6b86"}) == 3
-
-
-def test_digests_of_files_are_read_without_the_files(artifacts: ArtifactStore, tmp_path: Path) -> None:
-    folder = output(tmp_path)
-    for name in ("policy/1.safetensors", "policy/2.safetensors", "policy/old/3.safetensors"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    expected = weights_sha256(folder / "policy")
-    ref = publish(artifacts, folder)
-    digests = artifacts.file_digests(ref, "policy")
-    (tmp_path / "empty").mkdir()
-    assert "3.safetensors" not in digests and weights_sha256(tmp_path / "empty", digests) == expected
-    with pytest.raises(CorruptArtifact, match="is gone"):
-        artifacts.file_digests(replace(ref, key="f" * 16), "policy")
 
 
 def test_files_of_an_upload_are_no_artifact_and_no_reason_for_a_warning(
