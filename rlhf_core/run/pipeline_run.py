@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,6 @@ from rlhf_core.run.summary import (
     made_in,
     nothing_made,
     outcome,
-    reuse_sentence,
     run_markdown,
     summarize,
 )
@@ -370,15 +368,13 @@ class PipelineRun:
         return addresses
 
     def log_outcome(self, summary: Mapping[str, Any]) -> None:
-        """Send the reports with the outcome, the description and the main metrics to the MLflow run. If it
-        has them and every stage was reused, only say so in its description.
+        """Send the reports with the outcome, the description and the main metrics to the MLflow run, unless
+        it has them and every stage was reused.
         """
         from rlhf_core.evaluation.report import with_outcome
 
         metrics = headline_metrics(summary)
         if nothing_made(summary) and self.tracking.has_results(self.key, metrics):
-            text = reuse_sentence(summary, datetime.now(UTC))
-            self.tracking.describe(self.parent_run_id, self._description(summary), text)
             return
         for stage, record in self.records.items():
             if (report := STAGES[stage].report) is not None:

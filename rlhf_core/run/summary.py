@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from rlhf_core.evaluation.measures import (
@@ -422,15 +421,6 @@ def is_continued_by(summary: Mapping[str, Any], known: Mapping[str, Any]) -> boo
         if not isinstance(before, dict) or before.get("artifact") != entry["artifact"]:
             return False
     return True
-
-
-def reuse_sentence(summary: Mapping[str, Any], time: datetime) -> str:
-    """Return a sentence about the last reuse of all stages, for the description of the run that produced
-    them.
-    """
-    count = len(summary["stages"])
-    what = f"all {count} stages" if count > 1 else "its one stage"
-    return f"last on {time:%Y-%m-%d %H:%M} UTC, {what}, in {duration(summary['seconds'])}."
 
 
 def _time(entry: Mapping[str, Any]) -> str:

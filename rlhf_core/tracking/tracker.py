@@ -61,8 +61,6 @@ PIPELINE_KEY, STAGE_KEY, STAGE, PARENT = (
 
 _DESCRIPTION = "mlflow.note.content"
 """MLflow shows this tag as the description of a run, rendered as Markdown."""
-_REUSED = "\n\n**Reused:** "
-"""Beginning of the last paragraph in the description of a run that was repeated."""
 
 
 def open_tracking(config: PipelineConfig) -> Tracking:
@@ -242,21 +240,10 @@ class Tracking:
         if run_id is not None:
             self._try(lambda: self.mlflow.log_datasets(run_id, datasets, "training"))
 
-    def describe(self, run_id: str | None, text: str, reused: str = "") -> None:
-        """Set the description of a run.
-
-        If `reused` is given, an existing description is kept, and this sentence is added at its end. It
-        replaces the sentence of an earlier reuse.
-        """
-        if run_id is None:
-            return
-
-        def set_text() -> None:
-            known = self.mlflow.tags(run_id).get(_DESCRIPTION, "") if reused else ""
-            kept = known.partition(_REUSED)[0]
-            self.mlflow.set_tags(run_id, {_DESCRIPTION: f"{kept}{_REUSED}{reused}" if kept else text})
-
-        self._try(set_text)
+    def describe(self, run_id: str | None, text: str) -> None:
+        """Set the description of a run."""
+        if run_id is not None:
+            self._try(lambda: self.mlflow.set_tags(run_id, {_DESCRIPTION: text}))
 
     def links(self, stages: Mapping[StageName, ArtifactRef], version: tuple[str, str] | None) -> str:
         """Return a paragraph of Markdown with links to the runs of stages, and to a version (model, number).
