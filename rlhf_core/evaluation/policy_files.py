@@ -11,17 +11,15 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from rlhf_core.config import PipelineConfig
-from rlhf_core.config.base import Section
 from rlhf_core.config.consistency import evaluates_adapter
 from rlhf_core.config.evaluate import SampledStage
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.ppo_sections import EngineConfig, WeightSyncConfig
-from rlhf_core.config.training import DeepSpeedConfig, DPOConfig, LoraConfig
+from rlhf_core.config.training import DPOConfig
 from rlhf_core.errors import CorruptArtifact
 from rlhf_core.pipeline import POLICIES, PolicyStage, StageName
 
@@ -31,8 +29,6 @@ CONFIGURED_BY: Mapping[PolicyStage, StageName] = {"ppo": "ppo", "dpo": "evaluate
 """The stage whose artifact has the configuration that decides about the files of a policy. That of `dpo` can
 have another section `ppo` than the run that evaluated and registered the policy.
 """
-
-_S = TypeVar("_S", bound=Section)
 
 
 def policy_stage(tags: Mapping[str, str]) -> PolicyStage:
@@ -101,37 +97,13 @@ def files_made_with(
     Raises:
         CorruptArtifact: The settings cannot be read.
     """
-    ppo = _settings(PPOConfig(), made["ppo"], _PARTS_OF_PPO)
-    if stage == "ppo":
-        return policy_files(ppo, artifact, sft)
-    return dpo_files(_settings(DPOConfig(), made["dpo"], _PARTS_OF_DPO), ppo, artifact, sft)
-
-
-_PARTS_OF_PPO: Mapping[str, type[Section]] = {
-    "lora": LoraConfig,
-    "weight_sync": WeightSyncConfig,
-    "engine": EngineConfig,
-    "policy_deepspeed": DeepSpeedConfig,
-}
-_PARTS_OF_DPO: Mapping[str, type[Section]] = {"lora": LoraConfig, "deepspeed": DeepSpeedConfig}
-
-
-def _settings(default: _S, section: Mapping[str, Any], kinds: Mapping[str, type[Section]]) -> _S:
-    """Return the parts in `kinds` of a section of an artifact's configuration.
-
-    Other fields are those of `default`, because another version may have had different rules for them.
-    Raises CorruptArtifact.
-    """
-    parts = {}
     try:
-        for name, kind in kinds.items():
-            if section.get(name) is not None:
-                # Fields that this release no longer has are left out, so that champions of earlier ones can
-                # be loaded.
-                parts[name] = kind.of_any_release(section[name])
+        config = PipelineConfig.of_any_release(made)
     except ValidationError as error:
         raise CorruptArtifact(f"its settings cannot be read: {error}") from error
-    return default.model_copy(update=parts)
+    if stage == "ppo":
+        return policy_files(config.ppo, artifact, sft)
+    return dpo_files(config.dpo, config.ppo, artifact, sft)
 
 
 def adapter_rank(folder: Path) -> int:

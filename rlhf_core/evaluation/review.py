@@ -81,7 +81,6 @@ def load_blind_pairs(file: Path, opponent: Opponent, policy: PolicyStage = "ppo"
         samples = list(map(json.loads, content.decode().splitlines()))
     except ValueError as error:
         raise CorruptArtifact(f"{file} cannot be read ({error}); run the evaluation again") from error
-    named: str = policy
     if opponent == "sft":
         winner = flat_name("winner", policy)
         if any(policy not in sample or winner not in sample for sample in samples):
@@ -89,9 +88,7 @@ def load_blind_pairs(file: Path, opponent: Opponent, policy: PolicyStage = "ppo"
                 f"{file} has no samples of {policy.upper()}'s policy; run the evaluation again"
             )
         samples = [{**sample, "winner": sample[winner]} for sample in samples]
-    elif any(policy not in sample for sample in samples):
-        named = "ppo"  # the name of any policy in a match of earlier releases
-    return blind_pairs(samples, hashlib.sha256(content).hexdigest(), opponent, named)
+    return blind_pairs(samples, hashlib.sha256(content).hexdigest(), opponent, policy)
 
 
 def blind_pairs(

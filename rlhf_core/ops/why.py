@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.keys import flat, key_content, key_of, leaves, sources_in_key, stage_inputs, stages_made
 from rlhf_core.config.load import load_config
@@ -107,17 +105,14 @@ class _Search:
         reasons = []
         if made:
             reasons.append(f"{', '.join(made)} {'run' if len(made) > 1 else 'runs'}")
-        differences = self._differences(stage, content, origins, without=made)
+        differences = self._differences(content, origins, without=made)
         # The last run of this name is what a user has changed; without one, the most similar one.
         chosen = max(self._named(differences), key=_created, default=None)
         chosen = chosen or min(differences, key=lambda each: _distance(differences[each]), default=None)
         if chosen is not None:
             compared = chosen if differences[chosen] else None
             return Outlook(stage, "runs", (*reasons, *differences[chosen]), compared)
-        if not origins:
-            reasons.append("the store has no artifact of this stage")
-        elif not reasons:
-            reasons.append("its artifacts are of an earlier release, which did not record what decided them")
+        reasons.append("the store has no artifact of this stage")
         return Outlook(stage, "runs", tuple(reasons))
 
     def _named(self, origins: Iterable[Origin]) -> list[Origin]:
@@ -143,34 +138,18 @@ class _Search:
         return Outlook(stage, "stops", (problem, "go back to that, or set store.allow_other_code=true"))
 
     def _differences(
-        self,
-        stage: StageName,
-        content: Mapping[str, Any],
-        origins: Iterable[Origin],
-        without: Sequence[StageName],
+        self, content: Mapping[str, Any], origins: Iterable[Origin], without: Sequence[StageName]
     ) -> dict[Origin, list[str]]:
-        """Return how what decides the key of `stage` differs from what decided that of each artifact, except
+        """Return how what decides the key of a stage differs from what decided that of each artifact, except
         for the inputs `without`.
         """
         found = {}
         for origin in origins:
-            decided_by = origin.decided_by or self._rebuilt(stage, origin)
-            if decided_by:
-                then, now = self._named_fields(decided_by), self._named_fields(content)
-                for name in without:
-                    then.pop(_artifact_of(name), None)
-                found[origin] = describe_changes(then, now)
+            then, now = self._named_fields(origin.decided_by), self._named_fields(content)
+            for name in without:
+                then.pop(_artifact_of(name), None)
+            found[origin] = describe_changes(then, now)
         return found
-
-    def _rebuilt(self, stage: StageName, origin: Origin) -> Mapping[str, Any]:
-        """Return what decided the key of an artifact that does not say it; empty if that is not certain."""
-        try:
-            config = PipelineConfig.of_any_release(origin.config)
-        except ValidationError:
-            return {}
-        content = key_content(config, stage, origin.parents, sources_in_key(config, stage, self._sources))
-        # The digests of files are those of now. Only an equal key proves that they were the same then.
-        return content if key_of(content) == origin.ref.key else {}
 
     def _named_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a key is made from by names for people, with the files that sources are read from."""

@@ -327,7 +327,7 @@ class Mlflow:
     def tag_tables(self, run_id: str, tables: Iterable[str]) -> None:
         """Mark artifacts as tables for MLflow's pages: the last ones, as many as fit into a tag."""
         tag = "mlflow.loggedArtifacts"
-        known = _list_of(self._client.get_run(run_id).data.tags.get(tag, "[]"))
+        known = json.loads(self._client.get_run(run_id).data.tags.get(tag, "[]"))
         # Not by `MlflowClient.log_table`, which appends to a table that the
         # run has: a table that is sent again would have its rows twice.
         entries = [{"path": path, "type": "table"} for path in tables]
@@ -590,15 +590,6 @@ def _quoted(value: str) -> str:
         if quote not in value and not value.endswith("\\"):
             return f"{quote}{value}{quote}"
     raise ValueError(f"cannot search MLflow for {value!r}")
-
-
-def _list_of(text: str) -> list[Any]:
-    """Return the list in a tag; an empty one if the tag is damaged, as earlier releases cut long ones."""
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return []
-    return content if isinstance(content, list) else []
 
 
 def _short(text: str, limit: int) -> str:

@@ -127,17 +127,16 @@ def test_the_policy_of_dpo_has_a_page_of_its_own(tmp_path: Path) -> None:
     votes = [Vote(pair, 1.0) for pair in dpo]
     assert agreement_with_judge(votes) == 0.0
     assert all(row["chosen"].startswith("other") for row in preference_rows(votes))
-    # Without PPO, and in a match, where earlier releases named every policy `ppo`.
+    # Without PPO, and in a match.
     others = [{name: value for name, value in row.items() if name not in ("ppo", "winner")} for row in rows]
     file.write_text("".join(json.dumps(row) + "\n" for row in others))
     alone = load_blind_pairs(file, "sft", "dpo")
     assert {pair.sample["dpo"] for pair in alone} == {pair.sample["dpo"] for pair in dpo}
-    for name in ("dpo", "ppo"):
-        match = [{"prompt": "p", "champion": "old", name: f"new {i}", "winner": name} for i in range(4)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in match))
-        votes = [Vote(pair, 1.0) for pair in load_blind_pairs(file, "champion", "dpo")]
-        assert agreement_with_judge(votes) == 1.0
-        assert all(row["chosen"].startswith("new") for row in preference_rows(votes))
+    match = [{"prompt": "p", "champion": "old", "dpo": f"new {i}", "winner": "dpo"} for i in range(4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in match))
+    votes = [Vote(pair, 1.0) for pair in load_blind_pairs(file, "champion", "dpo")]
+    assert agreement_with_judge(votes) == 1.0
+    assert all(row["chosen"].startswith("new") for row in preference_rows(votes))
     file.write_text("".join(json.dumps(sample) + "\n" for sample in SAMPLES))
     with pytest.raises(CorruptArtifact, match="no samples of DPO's policy"):
         load_blind_pairs(file, "sft", "dpo")

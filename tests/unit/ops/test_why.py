@@ -5,7 +5,6 @@
 - the first reason names the field, the file or the version
 - a stage with a checkpoint continues, unless other code made the checkpoint
 - without an artifact of the same name, the most similar one is compared
-- artifacts of earlier releases, which do not say what decided their keys, are compared if that is certain
 - nothing is written, and neither MLflow nor Prefect is imported
 """
 
@@ -72,7 +71,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def make(file: Path, *overrides: str, store: Path | None = None, says_why: bool = True) -> set[StageName]:
+def make(file: Path, *overrides: str, store: Path | None = None) -> set[StageName]:
     """Publish what a run would make, with other bits for each key. Return the stages that it would make."""
     config = load_config(file, overrides)
     run = PipelineRun(config, "")
@@ -88,8 +87,7 @@ def make(file: Path, *overrides: str, store: Path | None = None, says_why: bool 
             out = file.parent / "out"
             out.mkdir()
             (out / "file").write_text(spec.key)
-            decided_by = spec.decided_by if says_why else {}
-            made_from = Provenance(parents=spec.inputs, config=tree, decided_by=decided_by)
+            made_from = Provenance(parents=spec.inputs, config=tree, decided_by=spec.decided_by)
             ref = artifacts.publish(stage, spec.key, out, made_from)
         made[stage] = ref
     return new
@@ -271,15 +269,6 @@ def test_a_damaged_artifact_is_made_again(file: Path) -> None:
     data.chmod(0o600)
     data.write_text("cut")
     assert reasons(forecast(str(file)), "sft") == "its artifact is damaged"
-
-
-def test_artifacts_of_earlier_releases_are_compared_if_that_is_certain(file: Path) -> None:
-    shutil.rmtree(file.parent / "store")
-    make(file, says_why=False)
-    assert again(forecast(str(file))) == []
-    assert reasons(forecast(str(file), ["sft.epochs=7"]), "sft") == "sft.epochs was 1 and is 7"
-    (file.parent / "pairs.jsonl").write_text('{"prompt": "x", "chosen": "b", "rejected": "c"}\n')
-    assert "are of an earlier release" in reasons(forecast(str(file)), "data")
 
 
 def test_the_command_prints_each_stage_and_imports_nothing_heavy(file: Path) -> None:

@@ -340,12 +340,8 @@ def test_tables_figures_and_files_are_seen_by_the_ui(
     assert run.unsent == 0
 
 
-@pytest.mark.parametrize("marked", ["[]", '[{"path": "tables/samples/step_000010.js...'])
-def test_more_tables_than_fit_into_a_tag_do_not_stop_the_run(
-    tracking: Tracking, database: Path, marked: str
-) -> None:
-    run = stage(tracking, None, f"many tables {len(marked)}")
-    tracking.set_tags(run.run_id, {"mlflow.loggedArtifacts": marked})
+def test_more_tables_than_fit_into_a_tag_do_not_stop_the_run(tracking: Tracking, database: Path) -> None:
+    run = stage(tracking, None, "many tables")
     for step in range(10, 1010, 10):
         run.log_table(f"samples/step_{step:06d}", [{"prompt": "a"}])
     run.flush()
