@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -22,7 +22,7 @@ from rlhf_core.errors import ConfigError, Finding, InputError, checking
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.models.shape import ModelShape, count_in_words, known_models, known_shape
 from rlhf_core.ops.data_table import DataTable, data_table, show_counts, show_problems
-from rlhf_core.ops.plan.rows import StageWork, describe_batches, stage_work, why_unread
+from rlhf_core.ops.plan.rows import StageWork, batches, describe_ppo, stage_work, why_unread
 from rlhf_core.ops.plan.speed import (
     DECODE_BANDWIDTH,
     LINK,
@@ -312,6 +312,8 @@ def show(plan: Plan, console: Console, *, details: bool = False) -> None:
     _say_rows(plan, console, say)
     if details:
         say(_batch_table(config))
+        if config.ppo.enabled:
+            say("\n".join(describe_ppo(config)))
     if details or not plan.verdict.fits or plan.fullest.total > _TIGHT * device.memory:
         say(_memory_table(plan))
         if not device.is_cpu:
@@ -361,7 +363,7 @@ def as_json(plan: Plan) -> str:
         "evaluation_seconds": plan.evaluations,
         "unread": plan.unread,
         "limits": {**plan.config.limits._asdict(), "estimated": plan.limits_are_assumed},
-        "batches": dict(describe_batches(plan.config)),
+        "batches": list(map(asdict, batches(plan.config))),
         "memory": list(map(_row, plan.verdict.loads)),
         "kv_cache_tokens": plan.verdict.kv_tokens,
         "ppo_step_seconds": plan.time and plan.time.phases,
@@ -384,9 +386,9 @@ def _row(load: DeviceLoad) -> dict[str, Any]:
 def _batch_table(config: PipelineConfig) -> Table:
     from rich.table import Table
 
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for stage, text in describe_batches(config):
-        table.add_row(stage, text)
+    table = Table("a batch of", "rows", "of a rank", "longest", "micro-batches", "tokens of one")
+    for batch in batches(config):
+        table.add_row(*map(str, astuple(batch)))
     return table
 
 

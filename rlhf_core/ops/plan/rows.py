@@ -18,7 +18,7 @@ from rlhf_core.config.address import base_of
 from rlhf_core.config.data import PROMPT, RESPONSE, TEXT, SetName, Source
 from rlhf_core.config.placement import plan
 from rlhf_core.config.rewards import LanguageModelReward
-from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, RewardConfig, SFTConfig, TrainingSection
+from rlhf_core.config.training import RewardConfig, SFTConfig
 from rlhf_core.data.files import list_files, read_file, suffix_of
 from rlhf_core.data.sources import address_of
 from rlhf_core.ops.data_table import DataTable
@@ -157,124 +157,59 @@ def rows_of_file(file: Path) -> int:
     return lines - (suffix == ".csv")
 
 
-def describe_batches(config: PipelineConfig) -> list[tuple[str, str]]:
-    """Return (stage, description) for every training stage of the run."""
-    descriptions = []
+@dataclass(frozen=True)
+class Batch:
+    """The batch of an optimizer step of one model."""
+
+    model: str
+    """The stage, and in PPO what is trained."""
+    rows: int
+    of_rank: int
+    tokens: int
+    """Tokens of the longest row; a pair is two sequences."""
+    micro_batches: int
+    """Micro-batches of a rank, at most."""
+    micro_batch_tokens: int
+
+
+def batches(config: PipelineConfig) -> list[Batch]:
+    """Return the batch of each model that the run trains."""
+    found = []
     for stage, section in config.training_sections.items():
-        batch = largest_pass(config, stage)
-        text = _batches(config, section, batch)
-        if section is config.reward and config.reward.members > 1:
-            text += f"; {config.reward.members} models one after the other"
-        descriptions.append((str(stage), text))
-    if config.ppo.enabled:
-        descriptions.append((PPO, _ppo(config)))
-    return descriptions
-
-
-def _batches(config: PipelineConfig, section: TrainingSection, batch: ForwardPass) -> str:
-    """Return the batch size of a stage that trains one model, the share of each rank, and the steps."""
-    size, ranks = section.batch_size, section.deepspeed.ranks
-    longest = f"{batch.longest} tokens an"
-    examples: int | None = None
-    if isinstance(section, SFTConfig):
-        name: SetName = "sft"
-        one, what, each = "sequence", "demonstrations", 1
-    else:
-        name = "preference"
-        one, what, each = "pair", "pairs", 2
-        longest = f"2 x {longest}"
-    sources = getattr(config.data, name)
-    if sources and all(source.path == "synthetic" for source in sources):
-        examples = config.data.synthetic.rows(name)
-    return (
-        f"{_plural(size, one)} of at most {longest} optimizer step, {_share(size, ranks)};"
-        f" {_passes(batch, each * math.ceil(size / ranks))};"
-        f" {_steps(config, examples, size, section.epochs, what)};"
-        f" {_training(section.deepspeed, section.lora)}"
-    )
-
-
-def _ppo(config: PipelineConfig) -> str:
-    """Return the batch sizes of PPO, the share of each rank, and the devices."""
+        sequences = 1 if isinstance(section, SFTConfig) else 2
+        ranks, largest = section.deepspeed.ranks, largest_pass(config, stage)
+        found.append(_batch(stage, section.batch_size, ranks, largest, sequences))
     ppo = config.ppo
-    total, engines, ranks = ppo.rollout_batch_size, ppo.engine.count, ppo.policy_deepspeed.ranks
-    trained = "policy and critic" if ppo.uses_critic else "the policy"
+    if ppo.enabled:
+        ranks, largest = ppo.policy_deepspeed.ranks, largest_pass_of_ppo(config)
+        found.append(_batch(f"{PPO} policy", ppo.minibatch_size, ranks, largest, 1))
+        if ppo.uses_critic:
+            ranks = ppo.critic_deepspeed.ranks
+            found.append(_batch(f"{PPO} critic", ppo.minibatch_size, ranks, largest, 1))
+    return found
+
+
+def _batch(model: str, rows: int, ranks: int, largest: ForwardPass, sequences: int) -> Batch:
+    of_rank = math.ceil(rows / ranks)
+    passes = math.ceil(sequences * of_rank / max(1, largest.tokens // largest.longest))
+    return Batch(model, rows, of_rank, sequences * largest.longest, passes, largest.tokens)
+
+
+def describe_ppo(config: PipelineConfig) -> list[str]:
+    """Return what a step of PPO samples, on which devices, and what it asks language models."""
+    ppo = config.ppo
+    total, engines = ppo.rollout_batch_size, ppo.engine.count
     lines = [
-        (
-            f"{ppo.steps} steps of {ppo.prompts_per_step} prompts x"
-            f" {_plural(ppo.samples_per_prompt, 'sample')} = {total} responses of at most"
-            f" {config.limits.new} tokens, {math.ceil(total / engines)} for each of"
-            f" {_plural(engines, 'engine')}; {ppo.steps * total} responses in all"
-        ),
-        (
-            f"each step: {_plural(ppo.epochs, 'epoch')} x {_plural(ppo.minibatches, 'minibatch')} of"
-            f" {ppo.minibatch_size} responses = {_plural(ppo.epochs * ppo.minibatches, 'optimizer step')} of"
-            f" {trained}, {ppo.policy_optimizer_steps} of the policy in all"
-        ),
-        (
-            f"policy: {_share(ppo.minibatch_size, ranks)};"
-            f" {_passes(largest_pass_of_ppo(config), math.ceil(ppo.minibatch_size / ranks))};"
-            f" {_training(ppo.policy_deepspeed, ppo.lora)}"
-        ),
+        f"{PPO}: {ppo.steps} steps of {ppo.prompts_per_step} prompts x {ppo.samples_per_prompt} = {total}"
+        f" responses, {math.ceil(total / engines)} for each engine; {ppo.epochs} x {ppo.minibatches}"
+        " optimizer steps",
+        f"{PPO}: devices: {plan(ppo).describe()}",
     ]
-    if ppo.uses_critic:
-        lines.append(
-            f"critic: {_share(ppo.minibatch_size, ppo.critic_deepspeed.ranks)};"
-            f" {_training(ppo.critic_deepspeed, ppo.lora)}"
-        )
-    if ppo.difficulty is not None:
-        chosen = ppo.difficulty
-        lines.append(
-            f"prompts with {chosen.field} from {chosen.min:g} to {chosen.max:g}"
-            f" ({chosen.order.replace('_', ' ')}); the number of steps stays, so each is drawn more often"
-        )
     for source in ppo.rewards:
         if isinstance(source, LanguageModelReward):
             asked = ppo.most_questions(source)
             lines.append(
-                f"reward {source.used_name}: at most {_plural(asked, 'question')} to {source.model} a step,"
-                f" with replies of at most {source.max_tokens} tokens; {ppo.steps * asked} questions in all"
+                f"{PPO}: reward {source.used_name}: at most {asked} questions to {source.model} a step, with"
+                f" replies of at most {source.max_tokens} tokens; {ppo.steps * asked} questions in all"
             )
-    lines.append(f"devices: {plan(ppo).describe()}")
-    return "\n".join(lines)
-
-
-def _share(count: int, ranks: int) -> str:
-    if ranks == 1:
-        return "on one rank"
-    return f"{math.ceil(count / ranks)} on each of {ranks} ranks"
-
-
-def _passes(batch: ForwardPass, sequences: int) -> str:
-    """Describe the micro-batches of one rank in one optimizer step, which has `sequences`."""
-    count = math.ceil(sequences / max(1, batch.tokens // batch.longest))
-    return f"at most {_plural(count, 'micro-batch')} of {batch.tokens} tokens"
-
-
-def _steps(config: PipelineConfig, examples: int | None, batch: int, epochs: int, what: str) -> str:
-    if examples is None:
-        return (
-            f"{math.ceil(1000 / batch) * epochs} optimizer steps for every 1000 {what}"
-            f" ({_plural(epochs, 'epoch')})"
-        )
-    per_epoch = math.ceil(round(examples * (1 - config.data.eval_fraction)) / batch)
-    return f"about {_plural(per_epoch, 'optimizer step')} an epoch, {per_epoch * epochs} in all"
-
-
-def _training(deepspeed: DeepSpeedConfig, lora: LoraConfig | None) -> str:
-    offloaded = {"optimizer": "optimizer state", "all": "optimizer state and parameters"}
-    parts = [f"ZeRO-{deepspeed.zero_stage}", deepspeed.dtype]
-    if deepspeed.hpz > 1:
-        parts.append(f"a second copy over {deepspeed.hpz} ranks (hpZ)")
-    if deepspeed.gradient_checkpointing:
-        parts.append("gradient checkpointing")
-    if deepspeed.offload != "none":
-        parts.append(f"{offloaded[deepspeed.offload]} in host memory")
-    parts.append("all parameters" if lora is None else f"LoRA of rank {lora.r}")
-    return ", ".join(parts)
-
-
-def _plural(count: int, word: str) -> str:
-    if count != 1:
-        word += "es" if word.endswith("batch") else "s"
-    return f"{count} {word}"
+    return lines

@@ -1,6 +1,6 @@
 """What `rlhf plan` calculates and says.
 
-- the batch algebra counts sequences, ranks, micro-batches and optimizer steps
+- the batch algebra counts rows, ranks and micro-batches
 - more, faster devices take less time; without CUDA graphs, offloaded or with checkpointing it takes more; the
   time of a rollout and of an optimizer step is the arithmetic, memory and links written out here
 - `--gpus` is a count and a known device; the command exits with 2 where it does not fit; `--json` says the
@@ -22,7 +22,7 @@ from rlhf_core.config.load import load_config
 from rlhf_core.errors import ConfigError
 from rlhf_core.models.folder import base_model_shape
 from rlhf_core.ops.plan.plan import make_plan
-from rlhf_core.ops.plan.rows import describe_batches
+from rlhf_core.ops.plan.rows import Batch, batches, describe_ppo
 from rlhf_core.ops.plan.speed import StepTime, optimizer_step_time, step_time
 from rlhf_core.planning.hardware import GIB, Device, Hardware, parse_gpus, visible_hardware
 from rlhf_core.planning.memory import Model
@@ -37,55 +37,34 @@ TOYS = Hardware(8, Device("toy", 80 * GIB, flops=3e14, bandwidth=2e12, link=1e11
 # -- batches --
 
 
-def test_the_batch_sizes_are_described_in_words() -> None:
-    batches = dict(
-        describe_batches(
-            config_from_tree(
-                {
-                    "data": {"max_prompt_tokens": 400, "max_response_tokens": 100, "max_text_tokens": 256},
-                    "sft": {
-                        "batch_size": 60,
-                        "micro_batch_tokens": 1000,
-                        "epochs": 2,
-                        "deepspeed": {"ranks": 4},
-                    },
-                    "ppo": {
-                        "steps": 10,
-                        "prompts_per_step": 32,
-                        "samples_per_prompt": 2,
-                        "minibatches": 4,
-                        "max_new_tokens": 100,
-                        "engine": {"count": 3},
-                        "policy_deepspeed": {"ranks": 4},
-                    },
-                    "model": {"tiny": {"max_positions": 512}},
-                },
-                "test",
-            )
-        )
+def test_the_batch_of_each_model_is_counted() -> None:
+    settings = config_from_tree(
+        {
+            "data": {"max_prompt_tokens": 400, "max_response_tokens": 100, "max_text_tokens": 256},
+            "sft": {"batch_size": 60, "micro_batch_tokens": 1000, "epochs": 2, "deepspeed": {"ranks": 4}},
+            "ppo": {
+                "steps": 10,
+                "prompts_per_step": 32,
+                "samples_per_prompt": 2,
+                "minibatches": 4,
+                "max_new_tokens": 100,
+                "engine": {"count": 3},
+                "policy_deepspeed": {"ranks": 4},
+            },
+            "model": {"tiny": {"max_positions": 512}},
+        },
+        "test",
     )
-    # 60 / 4 = 15 sequences of 500 tokens a rank, two in 1000 tokens: 8 passes; 3600 of 4000 examples / 60 =
-    # 60 steps.
-    assert "60 sequences of at most 500 tokens an optimizer step, 15 on each of 4 ranks" in batches["sft"]
-    assert "at most 8 micro-batches of 1000 tokens" in batches["sft"]
-    assert "about 60 optimizer steps an epoch, 120 in all" in batches["sft"]
-    # A pair of 2 x 500 tokens; 64 pairs on one rank, and 16384 // 500 = 16 pairs... of the default 8192: 16
-    # sequences.
-    assert "64 pairs of at most 2 x 500 tokens" in batches["reward"]
-    assert (
-        "10 steps of 32 prompts x 2 samples = 64 responses of at most 100 tokens, 22 for each of 3"
-        in batches["ppo"]
-    )
-    assert (
-        "4 minibatches of 16 responses = 4 optimizer steps of policy and critic, 40 of the policy"
-        in batches["ppo"]
-    )
-    assert "policy: 4 on each of 4 ranks; at most 1 micro-batch of 2000 tokens" in batches["ppo"]
-
-
-def test_the_chosen_prompts_are_given() -> None:
-    chosen = config(difficulty={"min": 0.25, "max": 0.75, "order": "easy_first"})
-    assert "prompts with pass_rate from 0.25 to 0.75 (easy first)" in dict(describe_batches(chosen))["ppo"]
+    found = {batch.model: batch for batch in batches(settings)}
+    # 60 / 4 = 15 sequences of 500 tokens a rank, two in 1000 tokens: 8 passes.
+    assert found["sft"] == Batch("sft", 60, 15, 500, 8, 1000)
+    # A pair of 2 x 500 tokens; 64 pairs on one rank, and 8192 // 500 = 16 sequences in a pass.
+    assert found["reward"] == Batch("reward", 64, 64, 1000, 8, 8192)
+    assert found["ppo policy"] == Batch("ppo policy", 16, 4, 500, 1, 2000)
+    assert found["ppo critic"] == Batch("ppo critic", 16, 16, 500, 4, 2000)
+    [rollouts, _] = describe_ppo(settings)
+    text = "10 steps of 32 prompts x 2 = 64 responses, 22 for each engine; 1 x 4 optimizer steps"
+    assert text in rollouts
 
 
 def test_the_questions_of_a_reward_are_given() -> None:
@@ -93,7 +72,7 @@ def test_the_questions_of_a_reward_are_given() -> None:
     ppo: dict[str, Any] = {"algorithm": "grpo", "prompts_per_step": 16, "samples_per_prompt": 8, "steps": 10}
 
     def described(more: dict[str, Any] | None = None, **fields: Any) -> str:
-        return dict(describe_batches(config(**ppo, **(more or {}), rewards=[reward | fields])))["ppo"]
+        return describe_ppo(config(**ppo, **(more or {}), rewards=[reward | fields]))[-1]
 
     assert "reward language_model: at most 128 questions to m a step" in described()
     assert "at most 896 questions" in described(compare="pairs")
@@ -102,11 +81,6 @@ def test_the_questions_of_a_reward_are_given() -> None:
     text = "at most 32 questions to m a step, with replies of at most 256 tokens; 320 questions in all"
     assert text in described(compare="ranking")
     assert "at most 192 questions" in described({"dynamic_filtering": {"max_rounds": 5}}, compare="ranking")
-
-
-def test_without_data_steps_are_given_for_a_thousand_examples() -> None:
-    batches = dict(describe_batches(load_config(CONFIGS / "tinystories.yaml")))
-    assert "32 optimizer steps for every 1000 demonstrations (1 epoch)" in batches["sft"]
 
 
 # -- time --

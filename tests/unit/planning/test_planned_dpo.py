@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rlhf_core.config import PipelineConfig
 from rlhf_core.models.shape import known_shape
 from rlhf_core.ops.plan.plan import fastest_settings
-from rlhf_core.ops.plan.rows import describe_batches
+from rlhf_core.ops.plan.rows import batches
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.loads import checkpoint_sizes
@@ -28,8 +29,8 @@ def test_the_plan_has_dpo_only_if_it_is_enabled() -> None:
     assert shape is not None
     wanted = config(enabled=True)
     # A pair has as many tokens as for the reward model, and the model has as many weights as in SFT.
-    batches = dict(describe_batches(wanted))
-    assert batches["dpo"].split(";")[0] == batches["reward"].split(";")[0]
+    of_model = {batch.model: batch for batch in batches(wanted)}
+    assert of_model["dpo"] == replace(of_model["reward"], model="dpo")
     verdict = compare_memory(wanted, shape, HARDWARE)
     loads = {load.stage: load.total for load in verdict.loads if load.phase == "load"}
     assert loads["dpo"] == loads["sft"]

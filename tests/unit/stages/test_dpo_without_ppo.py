@@ -26,7 +26,7 @@ from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_judge
 from rlhf_core.executors.spec import StageRecord
 from rlhf_core.models.shape import known_shape
-from rlhf_core.ops.plan.rows import describe_batches
+from rlhf_core.ops.plan.rows import batches
 from rlhf_core.pipeline import STAGES, StageName
 from rlhf_core.planning.check import check_gpu_counts
 from rlhf_core.planning.hardware import parse_gpus
@@ -188,7 +188,7 @@ def test_the_plan_has_no_ppo_and_the_engines_of_the_evaluation() -> None:
             "policy_deepspeed": {"ranks": 4, "dtype": "bfloat16"},
         },
     )  # fmt: skip
-    assert "ppo" not in dict(describe_batches(config))
+    assert [each.model for each in batches(config)] == ["sft", "reward", "dpo"]
     assert set(checkpoint_sizes(config, shape)) == {"sft", "reward", "dpo"}
     assert [str(each) for each in check_gpu_counts(config, 1)] == []
     verdict = compare_memory(config, shape, hardware)

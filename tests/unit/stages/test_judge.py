@@ -32,7 +32,7 @@ from rlhf_core.evaluation import scoring
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.models.shape import tiny_shape
 from rlhf_core.ops.plan.plan import fastest_settings
-from rlhf_core.ops.plan.rows import describe_batches
+from rlhf_core.ops.plan.rows import batches
 from rlhf_core.pipeline import STAGES
 from rlhf_core.planning.hardware import parse_gpus
 from rlhf_core.planning.loads import device_loads
@@ -167,7 +167,7 @@ def test_settings_of_the_judge_are_those_of_the_reward_model_unless_given() -> N
 def test_only_a_judge_with_settings_of_its_own_is_a_row_of_the_plan() -> None:
     def stages(judge: dict[str, Any]) -> list[str]:
         config = config_of(judge, model={"tiny": {}})
-        assert [stage for stage, _ in describe_batches(config)][:-1] == list(config.training_sections)
+        assert [each.model for each in batches(config)][:-2] == list(config.training_sections)
         hardware = parse_gpus("2xA100-80G")
         shape = tiny_shape(config.model.tiny)
         loads = {load.stage for load in device_loads(config, shape, hardware.device)}
