@@ -175,7 +175,23 @@ def test_unknown_names_and_folders_are_input_errors(
     assert not list(tmp_path.iterdir()), "nothing is created"
 
 
-def test_flows_do_the_same_and_show_the_history(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
+    """The events that flows emit: name, resource, version. Without a server, Prefect would start one for the
+    first event, which would run until the end of this process.
+    """
+    events: list[tuple[str, str, str]] = []
+
+    def emit(event: str, resource: str, *, version: str, reason: str) -> None:
+        events.append((event, resource, version))
+
+    monkeypatch.setattr(champion, "emit", emit)
+    return events
+
+
+def test_flows_do_the_same_and_show_the_history(
+    model: str, emitted: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tables: list[dict[str, Any]] = []
     sent: list[tuple[str, str]] = []
     monkeypatch.setattr(champion, "create_table_artifact", lambda **table: tables.append(table))
@@ -183,6 +199,7 @@ def test_flows_do_the_same_and_show_the_history(model: str, monkeypatch: pytest.
     for _ in range(2):
         assert champion.rollback.fn(model, "it insults people") == "1"
     assert sent == [(f"{model} rolled back to version 1", "it insults people")]
+    assert emitted == [("policy.rolled-back", f"model.{model}", "1")]
     [table, again] = tables
     assert again == table
     assert [(row["version"], row["action"]) for row in table["table"]] == [
@@ -197,7 +214,7 @@ def test_flows_do_the_same_and_show_the_history(model: str, monkeypatch: pytest.
 
 
 def test_a_flow_run_that_is_restarted_sends_its_notification(
-    model: str, database: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, database: Path, emitted: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was killed between the move and the notification."""
     sent: list[str] = []
@@ -218,6 +235,10 @@ def test_a_flow_run_that_is_restarted_sends_its_notification(
     assert len(sent) == 1, "another call promoted it"
     champion.promote.fn(model, version.version, "it is polite")
     assert sent[1:] == [f"{model} version {version.version} promoted: it is polite"]
+    assert emitted == [
+        ("policy.rolled-back", f"model.{model}", "1"),
+        ("policy.promoted", f"model.{model}", version.version),
+    ]
 
 
 @pytest.mark.parametrize("parameters", [{"model": "a b"}, {"version": "x"}, {"reason": ""}])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_core.data.files import MAX_ARRAY_BYTES, check_beginning, read_file
+from rlhf_core.data.files import BEGINNING_ROWS, MAX_ARRAY_BYTES, check_beginning, read_file
 from rlhf_core.errors import DataError
 
 
@@ -37,7 +37,8 @@ def test_beginning_of_blanks_before_an_array_is_accepted(tmp_path: Path) -> None
 
 def test_an_array_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
     array, lines = tmp_path / "a.json", tmp_path / "a.jsonl"
-    for file, start in ((array, '[{"prompt": "x"},'), (lines, '{"prompt": "x"}\n')):
+    # As many lines as are looked at: the rest of the file would be one line of 2 GiB.
+    for file, start in ((array, '[{"prompt": "x"},'), (lines, '{"prompt": "x"}\n' * BEGINNING_ROWS)):
         with file.open("w") as writer:
             writer.write(start)
             writer.truncate(MAX_ARRAY_BYTES + 1)  # a hole, which needs no space on the disk
