@@ -2,7 +2,7 @@
 
 Only dict, list, str, int, float, bool and None are constructed. It differs from `yaml.safe_load`, which
 follows YAML 1.1: a duplicate key is an error, `1e-5` is a number, only `true` and `false` are booleans, and
-`012` and `22:30` are text. Tags and merge keys are refused.
+`012` and `22:30` are text. Tags and merge keys are refused, and the number of values is limited.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import yaml
 
 from rlhf_core.config.redact import printable, shown
 from rlhf_core.errors import ConfigError
-from rlhf_core.system.files import UnfitFile, read_bounded, shipped
+from rlhf_core.system.files import UnfitFile, open_regular, shipped
 
 MAX_BYTES = 1_000_000
+MAX_VALUES = 20_000
+MAX_DEPTH = 40
 
 Keys = tuple[str | int, ...]
 
@@ -60,14 +62,18 @@ def read(path: str | Path) -> Document:
         ConfigError: The file is missing, not a regular file, unreadable, too large, empty or not valid YAML.
     """
     try:
-        data = read_bounded(shipped(path), MAX_BYTES)
+        with open_regular(shipped(path)) as file:
+            data = file.read(MAX_BYTES + 1)  # one more, so that `parse` sees that it is too large
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: configuration file not found; give the path of a YAML file") from error
     except PermissionError as error:
         raise ConfigError(f"{path}: permission denied; make the file readable for this user") from error
     except UnfitFile as error:
+        if Path(path).is_dir():
+            raise ConfigError(f"{path}: is a directory; give the path of a YAML file in it") from error
         raise ConfigError(
-            f"{printable(str(error)[:300])}; write the configuration to a file and give its path"
+            f"{printable(str(error)[:300])}: a configuration cannot be read from it, as it is read several"
+            " times; write it to a file and give its path"
         ) from error
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or error
@@ -79,6 +85,10 @@ def read(path: str | Path) -> Document:
 
 def parse(data: bytes, name: str) -> Document:
     """Parse the content of a file. `name` stands for the file in messages."""
+    if len(data) > MAX_BYTES:
+        raise ConfigError(
+            f"{name}: is larger than {MAX_BYTES} bytes; a configuration has a few hundred lines"
+        )
     text = _decode(data, name)
     document = Document(name, *_load(text, name))
     if document.tree is None:
@@ -137,8 +147,8 @@ _Dumper.add_representer(str, _represent_text)
 class _Loader(yaml.composer.Composer, yaml.CSafeLoader):
     """The nodes of a document; a tag is only what the document itself gives.
 
-    `Composer` comes first because the one of `CSafeLoader`, which is written in C, does not name an alias
-    that is not defined, and ends the process if a file is nested deeply.
+    `Composer` comes first because the one of `CSafeLoader` is written in C: a file that is nested deeply
+    would end the process, and not raise RecursionError.
     """
 
     def __init__(self, text: str) -> None:
@@ -155,10 +165,17 @@ class _Reader:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._values = 0
         self.lines: dict[Keys, int] = {}
 
     def plain(self, node: Any, path: Keys) -> Any:
         """Return the node at `path` as plain data."""
+        self._values += 1
+        # Aliases of aliases are few nodes and many values.
+        if self._values > MAX_VALUES:
+            self._refuse(node, f"more than {MAX_VALUES} values with aliases expanded", "write fewer")
+        if len(path) >= MAX_DEPTH:
+            self._refuse(node, f"nested deeper than {MAX_DEPTH} levels, or an alias in itself", "flatten it")
         if node.tag:
             self._refuse(
                 node, f"unsupported tag {node.tag[:80]!r}: tags are refused", "write the plain value"
@@ -206,14 +223,20 @@ def _load(text: str, name: str) -> tuple[Any, dict[Keys, int]]:
         return (None if root is None else reader.plain(root, ())), reader.lines
     except yaml.YAMLError as error:
         raise ConfigError(_syntax_message(error, text, name)) from error
+    # `Composer` recurses into the nodes, and `plain` compares their depth only afterwards.
     except RecursionError as error:
-        raise ConfigError(f"{name}: is nested too deeply, or has an alias in itself; flatten it") from error
+        raise ConfigError(f"{name}: is nested deeper than {MAX_DEPTH} levels; flatten it") from error
     except UnicodeEncodeError as error:
         # Bytes of a command line that are not UTF-8 arrive as halves of surrogate pairs.
         raise ConfigError(f"{name}:1: is not UTF-8 text; write the characters in UTF-8") from error
 
 
 def _decode(data: bytes, name: str) -> str:
+    if b"\0" in data:
+        line = data.count(b"\n", 0, data.index(b"\0")) + 1
+        raise ConfigError(
+            f"{name}:{line}: has a NUL byte, as in UTF-16, and is not UTF-8 text; save it as UTF-8"
+        )
     try:
         return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:

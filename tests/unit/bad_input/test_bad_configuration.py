@@ -19,6 +19,10 @@ from tests.support.parsed_config import parse_config
 from tests.support.users import as_unprivileged_user
 from tests.unit.bad_input.bad_inputs import Bad, Command
 
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)
+)
+
 SYNTAX = (
     Bad("an empty file", "", ("c.yaml", "is empty", "section")),
     Bad("only comments", "# nothing\n", ("is empty",)),
@@ -37,7 +41,8 @@ SYNTAX = (
     ),
     Bad("a string tag", "run:\n  name: !!str 5\n", ("c.yaml:2", "unsupported tag")),
     Bad("a local tag", "run: !secret x\n", ("unsupported tag", "!secret")),
-    Bad("a recursive alias", "run: &r\n  name: *r\n", ("c.yaml: is nested", "an alias in itself")),
+    Bad("an alias bomb", BOMB, ("more than 20000 values with aliases expanded",)),
+    Bad("a recursive alias", "run: &r\n  name: *r\n", ("c.yaml:1", "an alias in itself")),
     Bad("a recursive list", "a: &a [*a]\n", ("an alias in itself",)),
     Bad("an alias of nothing", "run: {name: *x}\n", ("c.yaml:1", "undefined alias 'x'", "quote")),
     Bad(
@@ -57,17 +62,15 @@ SYNTAX = (
         ("c.yaml:2", "another document", "one document"),
     ),
     Bad("a list as key", "[a, b]: 1\n", ("c.yaml:1", "key must be a single word")),
-    Bad("UTF-16", "run: {seed: 1}".encode("utf-16"), ("c.yaml:1", "not UTF-8", "save the file as UTF-8")),
-    Bad(
-        "UTF-16 without a mark",
-        "run: {seed: 1}".encode("utf-16-le"),
-        ("not valid YAML", "control characters"),
-    ),
-    Bad("a NUL byte", b"run:\n  name: a\0b\n", ("c.yaml:2", "control characters")),
+    Bad("UTF-16", "run: {seed: 1}".encode("utf-16"), ("c.yaml:1", "UTF-16", "save it as UTF-8")),
+    Bad("UTF-16 without a mark", "run: {seed: 1}".encode("utf-16-le"), ("NUL byte", "not UTF-8")),
+    Bad("a NUL byte", b"run:\n  name: a\0b\n", ("c.yaml:2", "NUL byte")),
     Bad("Latin-1", "run:\n  name: caf\xe9\n".encode("latin-1"), ("c.yaml:2", "0xe9", "not UTF-8")),
     Bad("a control character", b"run:\n  name: a\x07\n", ("c.yaml:2", "control characters")),
     Bad("half a surrogate pair", 'run: {name: "\\ud800"}\n', ("c.yaml:1", "not valid YAML")),
-    Bad("a megabyte and more", "# " + "x" * 1_000_001, ("c.yaml has", "allowed for such a file")),
+    Bad("a megabyte and more", "# " + "x" * 1_000_001, ("larger than 1000000 bytes",)),
+    Bad("a megabyte of nesting", "a: " + "[" * 500_000, ("nested deeper than 40",)),
+    Bad("a hundred thousand items", "a: [" + "1," * 100_000 + "1]", ("more than 20000 values",)),
 )
 
 
@@ -148,8 +151,8 @@ def test_bad_override_is_named_in_the_message(command: Command, bad: Bad) -> Non
 
 def test_missing_unreadable_and_folder_have_different_messages(command: Command, tmp_path: Path) -> None:
     assert "nowhere.yaml: configuration file not found" in command.message("run", "nowhere.yaml")
-    assert "is a folder" in command.message("run", str(tmp_path))
-    assert "is not a path" in command.message("run", "a\0b.yaml")
+    assert "is a directory" in command.message("run", str(tmp_path))
+    assert "cannot be read" in command.message("run", "a\0b.yaml")
     assert "cannot be read" in command.message("run", "x" * 5000)
 
     (tmp_path / "closed.yaml").write_text("run: {seed: 1}")
@@ -162,8 +165,8 @@ SECRET = "hunter2hunter2"
 
 
 PLACES = {
-    "a pipe": ("is a pipe (FIFO), not a regular file", "to a file and give its path"),
-    "a device": ("/dev/zero is a device", "to a file and give its path"),
+    "a pipe": ("is a pipe (FIFO), not a regular file", "write it to a file"),
+    "a device": ("/dev/zero is a device", "write it to a file"),
     "a link to itself": ("loop.yaml is a link that leads to itself",),
     "a dangling link": ("configuration file not found",),
 }
