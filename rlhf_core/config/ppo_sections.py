@@ -292,7 +292,6 @@ def checkpoint_interval(chosen: int | None, evaluations: int | None, sync_every:
     wanted = math.ceil(10 / sync_every) * sync_every
     if evaluations is None:
         return wanted
-    # A checkpoint between two evaluations has no score, and is never kept as the best one (decision 18).
     evaluations = math.lcm(evaluations, sync_every)
     if evaluations <= wanted:
         return evaluations * round(wanted / evaluations)

@@ -81,13 +81,10 @@ def load_blind_pairs(file: Path, opponent: Opponent, policy: PolicyStage = "ppo"
         samples = list(map(json.loads, content.decode().splitlines()))
     except ValueError as error:
         raise CorruptArtifact(f"{file} cannot be read ({error}); run the evaluation again") from error
-    if opponent == "sft":
-        winner = flat_name("winner", policy)
-        if any(policy not in sample or winner not in sample for sample in samples):
-            raise CorruptArtifact(
-                f"{file} has no samples of {policy.upper()}'s policy; run the evaluation again"
-            )
-        samples = [{**sample, "winner": sample[winner]} for sample in samples]
+    winner = flat_name("winner", policy) if opponent == "sft" else "winner"
+    if any(policy not in sample or winner not in sample for sample in samples):
+        raise CorruptArtifact(f"{file} has no samples of {policy.upper()}'s policy; run the evaluation again")
+    samples = [{**sample, "winner": sample[winner]} for sample in samples]
     return blind_pairs(samples, hashlib.sha256(content).hexdigest(), opponent, policy)
 
 

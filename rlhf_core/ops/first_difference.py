@@ -162,6 +162,8 @@ class Recording:
         if step + 1 not in self.steps:
             return None
         following = self.rollouts(step + 1)
+        if "weights" not in following.column_names:  # the record of an earlier release
+            return None
         weights = following["weights"][0].as_py()
         return weights
 

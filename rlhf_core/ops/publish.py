@@ -154,6 +154,12 @@ def model_card(policy: RegisteredPolicy) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     evaluation = _json(policy, "evaluate", "evaluation.json")
+    if evaluation and "policies" not in evaluation:
+        log.warning(
+            "%s version %s was evaluated by an earlier release, so its card has no results of that",
+            policy.name, policy.version.version,
+        )  # fmt: skip
+        evaluation = {}
     own: Mapping[str, Any] = {}
     if evaluation:
         own = results_of(evaluation, policy.trained_by)

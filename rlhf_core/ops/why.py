@@ -112,7 +112,10 @@ class _Search:
         if chosen is not None:
             compared = chosen if differences[chosen] else None
             return Outlook(stage, "runs", (*reasons, *differences[chosen]), compared)
-        reasons.append("the store has no artifact of this stage")
+        if not origins:
+            reasons.append("the store has no artifact of this stage")
+        elif not reasons:
+            reasons.append("its artifacts are of an earlier release, which did not record what decided them")
         return Outlook(stage, "runs", tuple(reasons))
 
     def _named(self, origins: Iterable[Origin]) -> list[Origin]:
@@ -145,6 +148,8 @@ class _Search:
         """
         found = {}
         for origin in origins:
+            if not origin.decided_by:
+                continue
             then, now = self._named_fields(origin.decided_by), self._named_fields(content)
             for name in without:
                 then.pop(_artifact_of(name), None)

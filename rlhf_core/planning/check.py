@@ -313,15 +313,18 @@ def check_disk(config: PipelineConfig) -> Iterator[Finding]:
         copies = config.store.keep_checkpoints + 1
     shape = _known_shape(config)
     sizes = checkpoint_sizes(config, shape) if shape is not None else {}
-    stage, size = max(sizes.items(), key=lambda entry: entry[1], default=("sft", 0))
-    needed = 200_000_000 + copies * size
+    needed, what = 200_000_000, "logs and small files"
+    if sizes:
+        stage = max(sizes, key=sizes.__getitem__)
+        needed += copies * sizes[stage]
+        what = f"{copies} checkpoints of the stage {stage}"
     disk = machine().disk(folder)
     if problem := full_disk(folder):
         yield ConfigError(f"run.home: {problem}, or set run.home")
     elif disk.free < needed:
         yield (
-            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but {copies} checkpoints of the stage"
-            f" {stage} need about {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
+            f"run.home: {folder} has {disk.free / 1e9:.1f} GB free, but {what} need about"
+            f" {needed / 1e9:.1f} GB; free some, or set run.home and store.url"
         )
 
 

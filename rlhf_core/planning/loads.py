@@ -425,15 +425,21 @@ def checkpoint_sizes(config: PipelineConfig, shape: ModelShape) -> dict[StageNam
     for stage in training_stages(config):
         sizes[stage] = 0
         for model, best in _trained(config, shape, stage):
-            # A float32 moving average, and the best weights so far.
-            copies = 4 * model.average + model.size * best
-            sizes[stage] += model.trainable * (model.size + state_bytes(model.size, model.stage) + copies)
+            each = checkpoint_bytes(model.size, model.stage, average=model.average, best=best)
+            sizes[stage] += model.trainable * each
     for name, section in config.training_sections.items():
         if isinstance(section, RewardConfig):
             # With an ensemble, the last member's checkpoints also have the other members, as they are saved.
             model = trained_model(config, shape, name, section.deepspeed)
             sizes[name] += (section.members - 1) * model.size * model.parameters
     return sizes
+
+
+def checkpoint_bytes(size: int, zero_stage: int, *, average: bool, best: bool) -> int:
+    """Return the bytes of a trained parameter of `size` bytes in a checkpoint: its weight, the optimizer's
+    state, and if they are kept, a float32 moving average and the best weights so far.
+    """
+    return size + state_bytes(size, zero_stage) + 4 * average + size * best
 
 
 def _trained(config: PipelineConfig, shape: ModelShape, stage: StageName) -> Iterator[tuple[Model, bool]]:

@@ -490,7 +490,7 @@ class PPOController:
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
         self._rollouts.restore(folder, self.completed_steps)
         if self._record is not None:
-            self._record.restore(folder, is_full=state["record_is_full"])
+            self._record.restore(folder, is_full=state.get("record_is_full", False))
         log.info("ppo continues after step %d", self.completed_steps)
 
     def save_record(self, folder: Path) -> None:

@@ -77,7 +77,6 @@ def _check_published(ppo: PPOConfig, metrics: Mapping[str, float]) -> None:
 
 def _check_grader(grader: LanguageModelReward, stage: StageName, metrics: Mapping[str, float]) -> None:
     """Check the agreement of a reward source with people, if it was measured."""
-
     name = grader.used_name
     prefix = f"reward_agreement/{name}"
     if f"{prefix}/mean" not in metrics:

@@ -271,7 +271,7 @@ def test_checkpoints_line_up_with_evaluations() -> None:
     assert checkpoint_interval(10, 4, 1) == 10
 
 
-def test_checkpoints_have_scores_by_default() -> None:
+def test_checkpoints_and_evaluations_fall_together_by_default() -> None:
     for steps, sync_every in itertools.product(range(1, 3000), (1, 2, 3, 4, 7, 16)):
         every = default_evaluation_interval(steps, sync_every)
         checkpoints = checkpoint_interval(None, every, sync_every)

@@ -25,7 +25,7 @@ from rlhf_core.config.training import DeepSpeedConfig, LoraConfig, OptimizerConf
 from rlhf_core.engines.deepspeed import TrainingEngine, WeightAverage, WeightCopy, _decay_groups
 from rlhf_core.engines.sharding import deepspeed_config
 from rlhf_core.models.saving import WeightStream
-from rlhf_core.planning.loads import state_bytes
+from rlhf_core.planning.loads import checkpoint_bytes
 
 
 class Averaging:
@@ -176,8 +176,7 @@ def test_the_plan_counts_the_bytes_of_a_checkpoint_as_the_engine_does(
     if "best" in copies:
         engine._best = WeightCopy(lm, "best", rank_device="cpu")
     size = 4 if dtype == "float32" else 2
-    # As `checkpoint_sizes` of the plan: weights, the optimizer's state, the average, the best weights.
-    planned = size + state_bytes(size, zero_stage) + 4 * ("average" in copies) + size * ("best" in copies)
+    planned = checkpoint_bytes(size, zero_stage, average="average" in copies, best="best" in copies)
     whole, of_rank_0 = engine.checkpoint_bytes
     assert whole == 15 * planned
     sharded = {0: 0, 1: 12, 2: 12, 3: planned}[zero_stage]  # the optimizer's state, or all of it

@@ -13,8 +13,8 @@
 - a checkpoint between two syncs has all batches that wait; attempts that are killed after any checkpoint end
   together in the metrics of the run that nobody disturbed, and no batch is sampled twice
 - an evaluation between two syncs waits for all batches, and gets its own sync
-- shares of a step are measured from one sync to the next; there are none, and no advice, if an evaluation
-  or a checkpoint in between let the engines finish all batches
+- shares of a step are measured from one sync to the next; there are none if an evaluation or a
+  checkpoint in between let the engines finish all batches
 - the space for stored rollouts is that of the controller, which writes them, and not that of the ranks
 - if an engine dies, the others sample its share of all batches
 """
