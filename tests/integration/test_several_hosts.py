@@ -65,7 +65,7 @@ tree = {
 config = config_from_tree(tree, "test")
 connect(1, "cpu", config.run)
 try:
-    check_nodes(config, {}, ())
+    check_nodes(config, ())
 except ConfigError as error:
     raise SystemExit(f"refused: {error.message}")
 environment = ray.remote(lambda: (os.uname().nodename, dict(os.environ)))
