@@ -147,6 +147,7 @@ def test_best_weights_survive_kills_bit_by_bit(kind: str, ranks: int, stage: int
     whole, first, second, last = json.loads((tmp_path / "result.json").read_text())
     assert 0 < whole["best"] < whole["steps"] == whole["best"] + 3 * 2 < 60
     assert whole["weights"] == whole["kept"][-1]
+    assert int(min(whole["losses"], key=whole["losses"].__getitem__)) == whole["best"]
     assert first["steps"] == whole["best"] + 5 and first["best"] is None
     assert second["steps"] == whole["steps"] and second["weights"] != whole["weights"]
     assert (last["weights"], last["best"]) == (whole["weights"], whole["best"])
