@@ -98,13 +98,13 @@ def files_made_with(
         CorruptArtifact: The settings cannot be read.
     """
     try:
-        # Other sections may have had other rules in the release that made it.
-        config = PipelineConfig.of_any_release({name: made[name] for name in ("ppo", "dpo")})
+        # Each section alone: other ones, and what they have in common, may have had other rules then.
+        ppo = PPOConfig.of_any_release(made["ppo"])
+        if stage == "ppo":
+            return policy_files(ppo, artifact, sft)
+        return dpo_files(DPOConfig.of_any_release(made["dpo"]), ppo, artifact, sft)
     except ValidationError as error:
         raise CorruptArtifact(f"its settings cannot be read: {error}") from error
-    if stage == "ppo":
-        return policy_files(config.ppo, artifact, sft)
-    return dpo_files(config.dpo, config.ppo, artifact, sft)
 
 
 def adapter_rank(folder: Path) -> int:
