@@ -1,8 +1,8 @@
 """The handshake: what every node of a cluster reports before anything heavy is started on it.
 
 A node with other code or other versions would compute other numbers, or fail with an error of pickle. A node
-that does not reach the store fails after the models are loaded. All of this is found in
-seconds, by one task without resources per node. One error names each node and its differences.
+that does not reach the store fails after the models are loaded. All of this is found in seconds, by one task
+without resources per node. One error names each node and its differences.
 """
 
 from __future__ import annotations

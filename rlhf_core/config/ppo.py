@@ -278,7 +278,7 @@ class PPOConfig(PackedSection):
     guard_patience: PositiveInt = execution(3)
     """Number of consecutive steps for which the condition of a guard must hold"""
     checkpoint_every: PositiveInt | None = execution(None)
-    """Steps between checkpoints; null: about 10"""
+    """Steps between checkpoints; null: 10, or with `staleness` the next multiple of its steps"""
     samples_every: PositiveInt = execution(10)
     """Steps between tables of sample responses"""
 
@@ -428,6 +428,11 @@ class PPOConfig(PackedSection):
         if self.evaluate_every is None:
             return default_evaluation_interval(self.steps, self.sync_every)
         return self.evaluate_every or None
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Steps between checkpoints."""
+        return self.checkpoint_every or math.ceil(10 / self.sync_every) * self.sync_every
 
     @property
     def publish_kl_limit(self) -> float:

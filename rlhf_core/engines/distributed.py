@@ -107,7 +107,7 @@ def rendezvous(
 
     _choose_gloo_interface(address)
     store = vars(dist)["TCPStore"]  # missing in torch's type stubs
-    # The group that is made of the store waits for all, and not the store.
+    # The group that uses the store waits for its processes.
     if listener is None:
         return store(address, port, size, False, timeout, wait_for_workers=False)
     # Detached, because the store closes the descriptor itself.

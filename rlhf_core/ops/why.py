@@ -143,13 +143,13 @@ class _Search:
     def _differences(
         self, content: Mapping[str, Any], origins: Iterable[Origin], without: Sequence[StageName]
     ) -> dict[Origin, list[str]]:
-        """Return how what decides the key of a stage differs from what decided that of each artifact, except
-        for the inputs `without`.
+        """Return the differences between `content`, from which the key of a stage follows, and the content of
+        each artifact's key. The inputs `without` are not compared.
         """
         found = {}
         for origin in origins:
             if not origin.decided_by:
-                continue
+                continue  # an earlier version made it, which did not store the content
             then, now = self._named_fields(origin.decided_by), self._named_fields(content)
             for name in without:
                 then.pop(_artifact_of(name), None)

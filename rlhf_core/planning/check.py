@@ -21,7 +21,6 @@ from rlhf_core.planning.loads import (
     PPO,
     checkpoint_sizes,
     evaluating_stages,
-    settings_stage,
     stages_on_evaluation_ranks,
 )
 from rlhf_core.planning.search import advise, compare_memory, stages_with
@@ -103,7 +102,13 @@ def _for_stages(users: Collection[StageName], problem: str, stages: Collection[S
 
 def _training_with(config: PipelineConfig, stage: TrainingStage) -> list[StageName]:
     """Return the stages that train with the section of `stage`."""
-    return [name for name in STAGES if settings_stage(config, name) == stage]
+    found = []
+    for name, row in STAGES.items():
+        # A judge without settings of its own trains with those of the reward model.
+        settings = name if name in config.training_sections else row.sections[0]
+        if settings == stage:
+            found.append(name)
+    return found
 
 
 def _ranks_outside_ppo(config: PipelineConfig) -> Iterator[tuple[str, int, list[StageName]]]:

@@ -114,13 +114,6 @@ def training_stages(config: PipelineConfig) -> list[StageName]:
     return stages
 
 
-def settings_stage(config: PipelineConfig, stage: StageName) -> str:
-    """Return the stage whose settings a stage trains with. A judge without settings of its own has those of
-    the reward model.
-    """
-    return stage if stage in config.training_sections else STAGES[stage].sections[0]
-
-
 def sequences_of_step(section: TrainingSection) -> int:
     """Return the sequences of one optimizer step: those of SFT, and two of each pair otherwise."""
     return section.batch_size if isinstance(section, SFTConfig) else 2 * section.batch_size

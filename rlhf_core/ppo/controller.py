@@ -35,7 +35,6 @@ from typing import Any, Protocol
 
 from rlhf_core.algo.kl import AdaptiveKL, FixedKL
 from rlhf_core.cluster.rpc import Pending
-from rlhf_core.config.ppo_sections import checkpoint_interval
 from rlhf_core.engines.checkpointing import new_checkpoint
 from rlhf_core.errors import GateFailed, NonFiniteError, WeightSyncError
 from rlhf_core.ppo.fleet.fleet import Fleet
@@ -142,9 +141,6 @@ class PPOController:
         """The batch of the last step."""
         self.completed_steps = 0
         """This is also the policy version."""
-        self._checkpoint_every = checkpoint_interval(
-            ppo.checkpoint_every, ppo.evaluation_interval, ppo.sync_every
-        )
 
     # -- the loop --
 
@@ -168,7 +164,7 @@ class PPOController:
             # A policy with an adapter is saved first: `trained_logprobs` needs a step of this attempt.
             if self._is_finished() and (not stop.requested or self._ppo.lora is not None):
                 break
-            if self.completed_steps % self._checkpoint_every == 0 or stop.requested:
+            if self.completed_steps % self._ppo.checkpoint_interval == 0 or stop.requested:
                 self._checkpoint()
             if stop.requested:
                 log.info("asked to stop: leaving after step %d", self.completed_steps)
@@ -272,7 +268,7 @@ class PPOController:
             return {}
         seconds = steps.timings["timing/step"]
         # Seconds from one checkpoint to the next, at the present duration of a step.
-        every = self._checkpoint_every * seconds / len(steps.batches)
+        every = self._ppo.checkpoint_interval * seconds / len(steps.batches)
         # The first one was sampled before the last sync.
         sampled = [*steps.batches[1:], *self._rollouts.finished] if self._ppo.staleness else steps.batches
         return {
@@ -490,6 +486,7 @@ class PPOController:
         shutil.copy(folder / "metrics.jsonl", self._metrics_file)
         self._rollouts.restore(folder, self.completed_steps)
         if self._record is not None:
+            # Checkpoints of earlier versions do not say whether it is full.
             self._record.restore(folder, is_full=state.get("record_is_full", False))
         log.info("ppo continues after step %d", self.completed_steps)
 

@@ -200,9 +200,9 @@ def describe_ppo(config: PipelineConfig) -> list[str]:
     ppo = config.ppo
     total, engines = ppo.rollout_batch_size, ppo.engine.count
     lines = [
-        f"{PPO}: {ppo.steps} steps of {ppo.prompts_per_step} prompts x {ppo.samples_per_prompt} = {total}"
-        f" responses, {math.ceil(total / engines)} for each engine; {ppo.epochs} x {ppo.minibatches}"
-        " optimizer steps",
+        f"{PPO}: each of {ppo.steps} steps samples {ppo.prompts_per_step} prompts x"
+        f" {ppo.samples_per_prompt} = {total} responses, {math.ceil(total / engines)} for each engine, and"
+        f" makes {ppo.epochs * ppo.minibatches} optimizer steps",
         f"{PPO}: devices: {plan(ppo).describe()}",
     ]
     for source in ppo.rewards:

@@ -17,7 +17,7 @@ import pytest
 from rlhf_core.config.consistency import check_consistency, deepspeed_sections, unusual_settings
 from rlhf_core.config.load import config_from_tree, load_config
 from rlhf_core.config.ppo import PPOConfig
-from rlhf_core.config.ppo_sections import checkpoint_interval, default_evaluation_interval
+from rlhf_core.config.ppo_sections import default_evaluation_interval
 from rlhf_core.errors import ConfigError
 from rlhf_core.evaluation.check import check_judge
 from rlhf_core.preflight import check
@@ -264,32 +264,18 @@ def test_the_limit_of_the_kl_follows_its_target() -> None:
     ]
 
 
-def test_checkpoints_line_up_with_evaluations() -> None:
-    every = {3: 9, 4: 8, 5: 10, 6: 12, 7: 7, 10: 10, 11: 11, 16: 8, 25: 5, 30: 10, 34: 17, 10**9: 10}
-    assert {each: checkpoint_interval(None, each, 1) for each in every} == every
-    assert [checkpoint_interval(None, each, 1) for each in (None, 97)] == [10, 10], "there is nothing near"
-    assert checkpoint_interval(10, 4, 1) == 10
-
-
-def test_checkpoints_and_evaluations_fall_together_by_default() -> None:
+def test_evaluations_are_a_tenth_of_the_run_apart() -> None:
     for steps, sync_every in itertools.product(range(1, 3000), (1, 2, 3, 4, 7, 16)):
-        every = default_evaluation_interval(steps, sync_every)
-        checkpoints = checkpoint_interval(None, every, sync_every)
-        assert checkpoints % every == 0 or every % checkpoints == 0
-        assert every % sync_every == checkpoints % sync_every == 0
-        assert 5 <= checkpoints <= 20
+        assert default_evaluation_interval(steps, sync_every) % sync_every == 0
     found = [default_evaluation_interval(steps, 1) for steps in (9, 100, 119, 199, 239, 1000)]
     assert found == [1, 10, 10, 15, 20, 100]
 
 
 def test_default_intervals_are_multiples_of_the_steps_between_syncs() -> None:
-    assert [ppo(steps=50, staleness=n).evaluation_interval for n in (0, 1, 3, 16)] == [5, 5, 6, 16]
-    assert [checkpoint_interval(None, *each) for each in ((None, 3), (6, 3), (20, 4), (16, 16))] == [
-        12,
-        12,
-        20,
-        16,
-    ]
+    found = [ppo(steps=50, staleness=n) for n in (0, 1, 3, 16)]
+    assert [each.evaluation_interval for each in found] == [5, 5, 6, 16]
+    assert [each.checkpoint_interval for each in found] == [10, 10, 12, 16]
+    assert ppo(steps=50, checkpoint_every=4).checkpoint_interval == 4
 
 
 def test_a_cut_response_pays_where_a_reward_model_scores_it() -> None:

@@ -63,8 +63,9 @@ def test_the_batch_of_each_model_is_counted() -> None:
     assert found["ppo policy"] == Batch("ppo policy", 16, 4, 500, 1, 2000)
     assert found["ppo critic"] == Batch("ppo critic", 16, 16, 500, 4, 2000)
     [rollouts, _] = describe_ppo(settings)
-    text = "10 steps of 32 prompts x 2 = 64 responses, 22 for each engine; 1 x 4 optimizer steps"
-    assert text in rollouts
+    samples, steps = rollouts.split(", and makes ")
+    assert samples == "ppo: each of 10 steps samples 32 prompts x 2 = 64 responses, 22 for each engine"
+    assert steps == "4 optimizer steps"
 
 
 def test_the_questions_of_a_reward_are_given() -> None:
