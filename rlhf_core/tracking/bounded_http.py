@@ -40,7 +40,8 @@ class BoundedAdapter(HTTPAdapter):
         self, request: PreparedRequest, stream: bool = False, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Response:
         seconds = self._seconds(request, timeout)
-        end = time.monotonic() + seconds
+        # After `within` has given up: its error says that the time was up.
+        end = time.monotonic() + seconds + 1
         send = super().send
 
         def call() -> Response:
