@@ -26,11 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from rlhf_core.config.pipeline import TimeoutsConfig
 from rlhf_core.errors import InfrastructureError, OutOfMemory, RLHFError, WorkerDied, classified, classifying
 from rlhf_core.system.heartbeat import Monitor, heartbeat, idle, register
+from rlhf_core.system.processes import leave_out
 
 POLL_SECONDS = 1.0
 FEW = 16
@@ -120,9 +121,7 @@ class Actor:
     _gpu: GpuSampler | None = None
 
     def __init__(self, participant: ParticipantSpec) -> None:
-        for name in self.unused:
-            # With None, Python treats a module that is not imported yet as missing.
-            sys.modules.setdefault(name, cast(Any, None))
+        leave_out(self.unused)
         self.participant = participant
         self.counters: Counter[str] = Counter()
         """Sums since the start: `seconds/<method>`, and what the methods count themselves."""

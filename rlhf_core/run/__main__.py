@@ -33,8 +33,9 @@ from rlhf_core.executors.events import (
 )
 from rlhf_core.executors.spec import StageSpec
 from rlhf_core.logs import log_to_stderr
+from rlhf_core.pipeline import STAGES
 from rlhf_core.run.reaper import fork_reaper
-from rlhf_core.system.processes import EXIT_STOPPED, StopRequest
+from rlhf_core.system.processes import EXIT_STOPPED, StopRequest, leave_out
 from rlhf_core.tracking.mlflow_client import shorten_timeouts
 
 
@@ -60,8 +61,10 @@ def main() -> int:
         from rlhf_core.run.attempt import run_attempt
 
         spec_file = Path(sys.argv[1])
+        spec = StageSpec.read(spec_file)
+        leave_out(STAGES[spec.stage].unused)
         if pipe:
-            _prepare_and_wait(StageSpec.read(spec_file), int(pipe))
+            _prepare_and_wait(spec, int(pipe))
         ref = run_attempt(StageSpec.read(spec_file), events, stop)
     except Exception as error:  # whatever the stage, its libraries or a user's function raise
         ours = classified(error)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import psutil
 
@@ -224,6 +224,13 @@ def python_module(name: str) -> list[str]:
     # `-m` puts the working folder first on the search path. `-P` prevents that also in an environment without
     # SAFE_PATH.
     return [sys.executable, "-P", "-m", name]
+
+
+def leave_out(packages: Iterable[str]) -> None:
+    """Let this process find none of `packages`, which libraries import only because they are installed."""
+    for name in packages:
+        # With None, Python treats a module that is not imported yet as missing.
+        sys.modules.setdefault(name, cast(Any, None))
 
 
 def launch(

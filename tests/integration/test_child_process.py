@@ -2,6 +2,7 @@
 
 - the child's artifact comes back, and its progress in order
 - an error comes back with its class and message
+- a stage does not find packages that it does not use, and the benchmark does
 - a child that dies, is suspended, exits without a result, or hangs, is a StageFailed that says how and quotes
   the log
 - an interruption is answered at once, before the child has ended
@@ -94,6 +95,19 @@ def test_the_spec_reaches_the_child_unchanged(toy: Any, tmp_path: Path) -> None:
     environment = toy("(folder / 'seen').write_text(repr(spec))\nreturn REF")
     run(spec, tmp_path, environment)
     assert (tmp_path / "seen").read_text() == repr(spec)
+
+
+@pytest.mark.parametrize(("stage", "is_found"), [("sft", False), ("benchmark", True)])
+def test_a_stage_does_not_find_what_it_does_not_use(
+    toy: Any, tmp_path: Path, stage: StageName, is_found: bool
+) -> None:
+    environment = toy(
+        "from importlib.util import find_spec\n"
+        "(folder / 'seen').write_text(str(find_spec('sklearn') is not None))\n"
+        "return REF"
+    )
+    run(StageSpec(stage, "0" * 16, PipelineConfig()), tmp_path, environment)
+    assert (tmp_path / "seen").read_text() == str(is_found)
 
 
 @pytest.mark.parametrize(
