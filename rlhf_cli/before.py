@@ -89,6 +89,7 @@ def _init(
         _show(out, (), 1000)
     except InputError:
         out.unlink()  # the next try writes it again
+        print(f"{out} was not written; to change these lines, save them in a file and use rlhf data")
         raise
     schema = out.with_name(SCHEMA_FILE)
     schema.write_text(schema_json(), encoding="utf-8")

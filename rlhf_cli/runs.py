@@ -324,7 +324,7 @@ def _ages(plan: Plan, items: Sequence[Item]) -> str:
     if not since:
         return ""
     youngest, oldest = ((plan.known.now - each) / DAY for each in (max(since), min(since)))
-    return f"{youngest:.0f} to {oldest:.0f} d"
+    return f"{max(0, youngest):.0f} to {oldest:.0f} d"
 
 
 def use_prefect(home: Home) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from rlhf_core.config.base import Section, declared, effect_of
 from rlhf_core.config.pipeline import PipelineConfig, device_of
 from rlhf_core.pipeline import POLICIES, STAGES, StageName, stages_between
-from rlhf_core.system.files import json_sha256
+from rlhf_core.system.files import json_sha256, read_json
 from rlhf_core.system.home import Home
 
 _PIPELINE_SECTIONS = tuple(
@@ -141,7 +141,7 @@ def key_content(
     if STAGES[stage].registers:
         payload["model"] = config.registered_model
         # A model version is in one registry, so another MLflow server needs its own.
-        payload["tracking"] = tracking_uri(config)
+        payload["tracking"] = registry_address(config)
     return payload
 
 
@@ -193,8 +193,21 @@ def given_tracking_uri(config: PipelineConfig) -> str | None:
 
 def tracking_uri(config: PipelineConfig) -> str:
     """Return the given tracking URI, else that of an SQLite file in `run.home`."""
+    return given_tracking_uri(config) or _own_database(config)
+
+
+def registry_address(config: PipelineConfig) -> str:
+    """Return the tracking URI. The server that `rlhf up` started for `run.home` has that of its database, so
+    that a run is the same one through both.
+    """
+    uri = tracking_uri(config)
+    ports = read_json(Home(Path(config.run.home)).servers_ports) or {}
+    return _own_database(config) if uri == f"http://127.0.0.1:{ports.get('mlflow')}" else uri
+
+
+def _own_database(config: PipelineConfig) -> str:
     # Absolute, because a relative path is another database in another working folder.
-    return given_tracking_uri(config) or f"sqlite:///{Home(Path(config.run.home).absolute()).mlflow_database}"
+    return f"sqlite:///{Home(Path(config.run.home).absolute()).mlflow_database}"
 
 
 def pipeline_key(config: PipelineConfig, source_digests: Mapping[str, str]) -> str:

@@ -297,7 +297,8 @@ def read_records(
             )  # fmt: skip
         _warn_of_texts(config, name, source, field_name, others, read)
         if halves:
-            yield from _joined(halves, field_name, counts, only=len(halves) == read - bad - marked_bad)
+            only_halves = len(halves) == read - bad - marked_bad
+            yield from _joined(halves, field_name, counts, only=only_halves, cut=read == source.limit)
 
 
 def _label(record: Record) -> bool | None:
@@ -309,10 +310,10 @@ def _label(record: Record) -> bool | None:
 
 
 def _joined(
-    halves: Sequence[SourceRecord], field_name: str, counts: SetCounts, *, only: bool
+    halves: Sequence[SourceRecord], field_name: str, counts: SetCounts, *, only: bool, cut: bool
 ) -> Iterator[SourceRecord]:
     """Yield the pairs of good and bad answers to the same prompt, as rows of KTO have them by their `label`.
-    Raises DataError if they make none and are the `only` rows of the source.
+    Raises DataError if they make none and are the `only` rows of the source, or the only first ones (`cut`).
     """
     joined = 0
     answers: dict[int, tuple[list[int], list[int]]] = {}
@@ -332,7 +333,10 @@ def _joined(
         " answer with the other label to the same prompt"
     )
     if only and not joined:
-        raise DataError(f"{words}; give pairs, or train the good ones as data.sft")
+        fix = "give pairs, or train the good ones as data.sft"
+        if cut:
+            fix = "if they come later, read more rows (--rows, `limit`), or mix the rows of the file"
+        raise DataError(f"{words}; {fix}")
     counts.dropped.update({JOINED: joined} | ({UNPAIRED: alone} if alone else {}))
     if alone:
         log.warning("%s; they are left out", words)
@@ -353,7 +357,7 @@ def _warn_of_texts(
             f"{each!r} in {100 * others.rows[each] / read:.0f} % of the rows" for each in texts
         )
         log.warning(
-            "%s: fields with long texts are not used (%s); if one belongs to the prompt or the answer, use"
+            "%s: fields with texts are not used (%s); if one belongs to the prompt or the answer, use"
             " `rename` or write it there; if not, name it in `ignore`",
             field_name, shares,
         )  # fmt: skip
@@ -427,7 +431,11 @@ def to_record(
             ignore=source.ignore,
             thoughts=thoughts,
         )
-        is_half = name == "preference" and record.kind == "completion" and _label(record) is not None
+        is_half = name == "preference" and record.kind == "completion" and "label" in record.meta
+        if is_half and _label(record) is None:
+            raise RowError(
+                f"'label' must be true (a good answer) or false; got {record.meta['label']!r}; convert it"
+            )
         if record.kind not in _KINDS[name] and not is_half:
             raise RowError(
                 f"this is a `{record.kind}` row; {_NEEDS[name]}; use `rename` if fields are named otherwise"

@@ -503,6 +503,8 @@ def _read_csv(file: str, stream: IO[bytes]) -> Iterator[Row | BadRow]:
         header = next(reader, [])
     except csv.Error as error:
         raise DataError(f"{file}:1: not CSV: {error}") from error
+    if len(header) == 1 and (separator := re.search(r"[;\t|]", header[0])):
+        raise DataError(f"{file}:1: {separator[0]!r} separates the fields; write commas between them")
     names = header[1:] if header[:1] == [""] else header
     if not names or len(set(names)) != len(names) or not all(name.strip() for name in names):
         raise DataError(

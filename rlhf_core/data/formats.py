@@ -49,6 +49,8 @@ _INSTRUCTIONS = (("instruction", "input", "output"), ("instruction", "context", 
 """Names of instruction, context and answer in Alpaca and Dolly."""
 _PROMPT_NAMES = ("question", "problem")
 """Names of the prompt in sets of problems, such as GSM8K and MATH."""
+_CHOICES = ("choices", "options")
+"""Fields of multiple choice. The question alone is not the prompt."""
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
 _USED: dict[str, frozenset[str]] = {
     "text": frozenset({"text", "label", "weight", "train"}),
@@ -229,10 +231,11 @@ def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:
             return {**kept, "messages": [{"role": "user", "content": row["query"]}, called]}
     chosen = row.get("chosen")
     is_conversation = isinstance(chosen, list) or (isinstance(chosen, str) and _is_transcript(chosen))
-    # With choices or a context, the question alone is not the prompt.
-    if not is_conversation and not has & {"prompt", "messages", "text", "choices", "options", "context"}:
+    if not is_conversation and not has & {"prompt", "messages", "text"}:
         for name in _PROMPT_NAMES:
             if name in has:
+                if beside := sorted(has & {*_CHOICES, "context"}):
+                    raise RowError(f"{beside[0]!r} {_PART_OF_PROMPT}, or name it in `ignore`")
                 return {**_without(row, (name,)), "prompt": row[name]}
     return row
 
@@ -260,7 +263,8 @@ def other_fields(row: Mapping[str, Any], rename: Mapping[str, str], record: Reco
     for name, value in _from_other_layout(_renamed(row, rename)).items():
         if name not in _USED[record.kind] | {"group"} and not is_empty(value):
             is_text = name not in _OWN_FIELDS and _is_long_text(value)
-            found[str(name)] = is_text and not any(value in text for text in record.texts)
+            is_text = is_text and not any(value in text for text in record.texts)
+            found[str(name)] = is_text or name in _CHOICES
     return found
 
 

@@ -52,6 +52,8 @@ _PROBED = ("probed_tool", "probed_call", "probed_result")
 """A tool, a call and a result that no text mentions."""
 _FOREIGN_MARKS = r"<[|｜][^<>|｜\s]{1,40}[|｜]>|</?(?:start|end)_of_turn>|\[/?INST\]"
 """Role marks of the chat templates of other models: <|im_start|>, [INST] and similar ones."""
+_TRANSCRIPT = r"\A\n\nHuman:"
+"""The beginning of a conversation as in HH-RLHF, which a chat template would render as one message."""
 _KNOWN_PIECES, _LONG = 16, 2**15
 """Number of texts between special tokens whose tokens are kept, because they come again, and the most
 characters of one.
@@ -160,7 +162,8 @@ class Encoder:
         # Without unk, which ordinary text becomes if the vocabulary does not cover it.
         self._control_ids = frozenset(self._specials.values()) - {tokenizer.unk_token_id}
         own_marks = [each for each in ordered if self._specials[each] in self._control_ids]
-        self._rendered = re.compile("|".join([*map(re.escape, own_marks), _FOREIGN_MARKS]))
+        marks = [*map(re.escape, own_marks), _FOREIGN_MARKS, *([_TRANSCRIPT] if template == "chat" else [])]
+        self._rendered = re.compile("|".join(marks))
         self._skeletons: dict[tuple[tuple[tuple[str, ...], ...], str], list[int]] = {}
         self._header = ""
         """The part of the generation prompt that is inside the {% generation %} block and is not text of the

@@ -232,7 +232,7 @@ def _verdict(rate: Mapping[str, float], title: str) -> tuple[str, str]:
         return f"The {title} policy beats the SFT model", "good"
     if rate["high"] < 0.5:
         return f"The {title} policy is worse than the SFT model", "bad"
-    return f"There is no significant difference between the {title} policy and the SFT model", "even"
+    return f"The {title} policy and the SFT model have no significant difference in win rate", "even"
 
 
 def _number(value: float) -> str:

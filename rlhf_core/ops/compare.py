@@ -12,6 +12,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -178,9 +179,10 @@ def _facts(run: FinishedRun) -> dict[str, dict[str, Any]]:
         for name, value in run.stages[stage].get("metrics", {}).items():
             if name.startswith("data/"):
                 data[name.removeprefix("data/")] = value
-        artifacts, ref = run.artifact(stage)
-        for name, version in artifacts.origin(ref).versions.items():
-            versions[name].add(version)
+        with suppress(InputError):  # `rlhf prune` has deleted it
+            artifacts, ref = run.artifact(stage)
+            for name, version in artifacts.origin(ref).versions.items():
+                versions[name].add(version)
     in_words = {name: ", ".join(sorted(found)) for name, found in versions.items()}
     code |= {f"digest ({name})": in_words.pop(name, None) for name in ("code", "git")}
     in_words["device"] = state.get("decided_by", {}).get("device")

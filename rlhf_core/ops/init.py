@@ -77,6 +77,8 @@ class _Seen:
 
     answers: str | None
     """The field that all prompts have for their right answer; None if there is none."""
+    unanswered: str
+    """What is said of the prompts without one, if others have one."""
     thoughts: bool
     tools: bool
 
@@ -95,7 +97,7 @@ def configuration(given: Given, name: str) -> str:
         if path is not None:
             records[set_name] = _first_records(option, set_name, path)
     seen = _seen(records)
-    _check(given, seen.answers)
+    _check(given, seen)
     return "\n".join(
         [
             f"# yaml-language-server: $schema={SCHEMA_FILE}",
@@ -139,20 +141,22 @@ def _seen(records: Mapping[SetName, Sequence[Record]]) -> _Seen:
         messages = [*record.messages, *record.prompt, *answers]
         thoughts = thoughts or any(message.thoughts for message in messages)
         tools = tools or bool(record.tools) or any(message.calls for message in messages)
-    for field in ANSWERS:
-        if prompts and all(field_value(record.meta, field) is not None for record in prompts):
-            return _Seen(field, thoughts, tools)
-    return _Seen(None, thoughts, tools)
+    missing = {field: sum(field_value(record.meta, field) is None for record in prompts) for field in ANSWERS}
+    field = min(ANSWERS, key=missing.__getitem__)
+    if prompts and not missing[field]:
+        return _Seen(field, "", thoughts, tools)
+    some = f"; {missing[field]} of the first {len(prompts)} prompts have no {field!r}: give it or remove them"
+    return _Seen(None, some if missing[field] < len(prompts) else "", thoughts, tools)
 
 
-def _check(given: Given, answers: str | None) -> None:
+def _check(given: Given, seen: _Seen) -> None:
     if given.goal == "dpo" and given.pairs is None:
         raise ConfigError("--goal dpo: needs pairs (prompt, chosen, rejected); give --pairs FILE")
-    if given.goal != "dpo" and given.pairs is None and answers is None:
+    if given.goal != "dpo" and given.pairs is None and seen.answers is None:
         raise ConfigError(
             f"--goal {given.goal}: needs a reward: give --pairs FILE (prompt, chosen, rejected) to train a"
             " reward model, or --prompts FILE whose rows have the right answer in a field"
-            f" {', '.join(ANSWERS)}"
+            f" {', '.join(ANSWERS)}{seen.unanswered}"
         )
     if parse_address(given.model).kind == "local" and not exists(given.model):
         raise ConfigError(f"--model {given.model}: there is no such folder; give one, or a name on the hub")

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rlhf_core.config import PipelineConfig
 from rlhf_core.config.address import BASE_STAGES, MODEL_PATH, base_of, is_reference, with_base_paths
 from rlhf_core.config.data import SETS
-from rlhf_core.config.keys import pipeline_key, tracking_uri
+from rlhf_core.config.keys import pipeline_key, registry_address
 from rlhf_core.config.redact import shown
 from rlhf_core.errors import ConfigError, CorruptArtifact, GateFailed, InputError, NonFiniteError, StageHeld
 from rlhf_core.pipeline import STAGES, StageName
@@ -201,7 +201,7 @@ def kept_versions(config: PipelineConfig, command: Command = "run") -> dict[str,
 
 def _file(config: PipelineConfig, command: Command) -> Path:
     # Without digests of sources: the references are not resolved yet.
-    identity = [command, pipeline_key(config, {}), references_of(config), tracking_uri(config)]
+    identity = [command, pipeline_key(config, {}), references_of(config), registry_address(config)]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return Home.of(config.run.home).kept_versions(digest[:16])
 

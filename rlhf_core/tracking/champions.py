@@ -402,10 +402,7 @@ def find_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVer
         if found is not None:
             return found
         numbers = sorted((each.version for each in mlflow.versions(model)), key=int)
-        fix = f"; name one, such as {model}@{numbers[-1]}" if numbers else ""
-        raise InputError(
-            f"{model} has no version {wanted}; its versions are {', '.join(numbers) or 'none'}{fix}"
-        )
+        raise InputError(f"{model} has no version {wanted}; its versions are {', '.join(numbers) or 'none'}")
 
 
 def usable_version(mlflow: Mlflow, model: str, wanted: str = CHAMPION) -> ModelVersion:

@@ -185,8 +185,7 @@ class Refusal(NamedTuple):
 
 
 def refusals(mlflow: Mlflow, model: str, moves: Iterable[Move]) -> list[Refusal]:
-    """Return the refused versions of `model`, the oldest first. A revoked one is left out: the move that
-    revoked it has the reason.
+    """Return the refused versions of `model`, the oldest first.
 
     Args:
         mlflow: The tracker.
@@ -198,8 +197,10 @@ def refusals(mlflow: Mlflow, model: str, moves: Iterable[Move]) -> list[Refusal]
     with registry_errors(mlflow, f"list the versions of {model!r}"):
         for version in mlflow.versions(model):
             reason = version.tags.get(_REASON, "")
-            if reason and REVOKED not in version.tags and (version.version, reason) not in won:
-                unfinished = version.tags.get(_WINS) == str(True)
+            unfinished = version.tags.get(_WINS) == str(True)
+            if unfinished and REVOKED in version.tags:
+                continue
+            if reason and (version.version, reason) not in won:
                 found.append(Refusal(version.created, version.version, reason, unfinished))
     return sorted(found)
 

@@ -88,17 +88,18 @@ def test_a_refusal_is_shown_with_its_reason(
     for reason in ("win rate 0.469 is below 0.5", "it lost"):
         tags = {"rlhf.gate_reason": reason}
         mlflow.create_version(model, source="/x", run_id=None, tags=tags, description="")
-    # Its decision is the move of the history; and a person has revoked the last one.
+    # Its decision is the move of the history. A refused version that a person has revoked stays one.
     mlflow.tag_version(model, "2", {"rlhf.gate_reason": "it won 2"})
     mlflow.tag_version(model, "4", {"rlhf.revoked": "it insults people"})
     assert rlhf("champions", model) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "refused" in line] == lines[3:], "the history is sorted by time"
-    [refused] = lines[3:]
+    refused, revoked = lines[3:]
+    assert revoked.endswith("version 4 refused: it lost")
     now = f"{datetime.now(UTC):%Y-%m}"
     assert re.fullmatch(rf"  {now}-\d\d \d\d:\d\d  version 3 refused: win rate 0\.469 is below 0\.5", refused)
     assert rlhf("champions", model, "--json") == 0
-    [found] = json.loads(capsys.readouterr().out)[model]["refused"]
+    found, _ = json.loads(capsys.readouterr().out)[model]["refused"]
     assert (found["version"], found["reason"]) == ("3", "win rate 0.469 is below 0.5")
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -26,6 +27,7 @@ from rlhf_core.config.load import config_from_tree
 from rlhf_core.config.messages import all_fields, is_section, locate, variants
 from rlhf_core.config.pipeline import ResourcesConfig
 from rlhf_core.pipeline import STAGES, StageName
+from rlhf_core.system.home import Home
 from tests.support.demo_data import config_with_demo_data, with_demo_data
 from tests.support.scripted_machine import ScriptedMachine, on_machine
 
@@ -468,3 +470,18 @@ def test_changed_settings_are_those_that_differ_from_the_defaults() -> None:
     assert changed(PipelineConfig()) == {}
     unset = PipelineConfig.model_validate({"ppo": {"score_clip": None}})
     assert changed(unset) == {"ppo.score_clip": None}
+
+
+def test_the_server_of_a_home_has_the_keys_of_its_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PipelineConfig.model_validate({"run": {"home": str(tmp_path)}, "register": {"model": "m"}})
+    key = stage_key(config, "register", {}, {})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5001")
+    assert stage_key(config, "register", {}, {}) != key
+    ports = Home(tmp_path).servers_ports
+    ports.parent.mkdir()
+    ports.write_text('{"mlflow": 5001}')
+    assert stage_key(config, "register", {}, {}) == key
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    assert stage_key(config, "register", {}, {}) != key

@@ -211,7 +211,17 @@ LAYOUTS = [
     Layout("Alpaca without its input", "sft", {**ALPACA, "input": "it is"}, NOON, {"ignore": ("input",)}),
     Layout("Alpaca, an input that is no text", "sft", {**ALPACA, "input": [1]}, "no known format"),
     Layout(
-        "a question with choices", "prompts", {"question": "Is it late?", "choices": ["a"]}, "no known format"
+        "a question with choices",
+        "prompts",
+        {"question": "Is it late?", "choices": ["a"]},
+        "'choices' is part of the prompt; write it into 'prompt', or name it in `ignore`",
+    ),
+    Layout(
+        "a question without its choices",
+        "prompts",
+        {"question": "Is it late?", "choices": ["a"]},
+        PROMPT,
+        {"ignore": ("choices",)},
     ),
     Layout("HH-RLHF with a question", "preference", {**HH, "question": "Which?"}, PAIR),
     Layout("Alpaca with new names", "sft", ALPACA, NOON, RENAMED_ALPACA),
@@ -244,6 +254,7 @@ LAYOUTS = [
         {**KTO, "label": None},
         "this is a `completion` row; a pair needs 'chosen' and 'rejected'",
     ),
+    Layout("KTO with numbers", "preference", {**KTO, "label": 0}, "or false; got 0; convert it"),
     Layout("KTO as prompts", "prompts", KTO, PROMPT),
     Layout("steps of a solution", "sft", PRM, "'completions' has several answers or steps"),
     Layout("RLVR of allenai", "prompts", RLVR, PROMPT, {"rename": {"ground_truth": "answer"}}, answer="2"),

@@ -2,7 +2,8 @@
 
 Rules:
 - rows whose `label` is false are no demonstrations: they are counted, and said with their share;
-- good and bad answers to one prompt are pairs, by their `label`; without any pair the source is an error;
+- good and bad answers to one prompt are pairs, by their `label`; without any pair the source is an error,
+  which says so if only its first rows were read;
 - fields that no text is made of are counted in the data card; those that are mostly long texts are said;
 - a field of `rename` that no row has is an error;
 - of a huge last answer, only the beginning is tokenized;
@@ -102,7 +103,7 @@ def test_fields_that_no_text_is_made_of_are_counted_and_long_texts_are_said(
     _, counts = records_of(config, tmp_path, "preference")
     fields = {(row["field"], row["rows"], row["texts"]) for row in _other_fields({"preference": counts})}
     assert fields == {("id", 4, 0), ("context", 2, 2)}
-    text = "data.preference[0]: fields with long texts are not used ('context' in 50 % of the rows)"
+    text = "data.preference[0]: fields with texts are not used ('context' in 50 % of the rows)"
     assert text in caplog.text
     caplog.clear()
     records_of(configure(tmp_path, rows, ignore=["context"]), tmp_path, "preference")
@@ -232,3 +233,22 @@ def test_labels_that_make_no_pair_are_refused_with_their_share(tmp_path: Path) -
     rows = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i % 2 > 0} for i in range(6)]
     with pytest.raises(DataError, match=r"6 of 6 rows with a `label` \(100 %\) have no answer"):
         records_of(configure(tmp_path, rows), tmp_path, "preference")
+
+
+def test_first_rows_of_a_file_sorted_by_label_are_said_to_be_the_first_ones(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i % 3}", "completion": f"a{i}", "label": i < 3} for i in range(6)]
+    with pytest.raises(DataError, match=r"if they come later, read more rows \(--rows, `limit`\), or mix"):
+        records_of(configure(tmp_path, rows, limit=3), tmp_path, "preference")
+    found, _ = records_of(configure(tmp_path, rows, limit=6), tmp_path, "preference")
+    assert len(found) == 3
+
+
+def test_choices_that_are_not_in_the_prompt_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": f"Which {i}?", "choices": ["a", "b"], "answer": 0} for i in range(4)]
+    records_of(configure(tmp_path, rows), tmp_path, "prompts")
+    assert "are not used ('choices' in 100 % of the rows)" in caplog.text
+    caplog.clear()
+    records_of(configure(tmp_path, rows, ignore=["choices"]), tmp_path, "prompts")
+    assert "are not used" not in caplog.text

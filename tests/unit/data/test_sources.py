@@ -326,6 +326,8 @@ def test_csv_rows_with_too_few_cells_or_wrong_bytes_are_bad(tmp_path: Path) -> N
         ("a.json", b'[{"a": NaN}]', "NaN is not JSON"),
         ("a.json", b'["\xe9"]', "not UTF-8"),
         ("a.csv", b"a,a\n1,2\n", "must name each field once"),
+        ("a.csv", b"prompt;chosen\n1;2\n", "';' separates the fields; write commas"),
+        ("a.csv", b"prompt\tchosen\n1\t2\n", "separates the fields; write commas"),
         ("a.txt", b"hello", "unknown kind of file"),
     ],
 )  # fmt: skip

@@ -425,7 +425,17 @@ def test_texts_that_a_chat_template_has_rendered_are_recognised(sp_tokenizer: An
     }
     for text, mark in rendered.items():
         assert encoder.rendered_mark(["plain", text]) == mark
-    for text in ("a < b | c > d", "x <unk> y", "f <| g |> h", "[inst]", "<think>two</think>"):
+    human = "\n\nHuman: hi\n\nAssistant:"
+    assert encoder.rendered_mark([human]) == "\n\nHuman:"
+    assert Encoder(sp_tokenizer, "plain").rendered_mark([human]) is None
+    for text in (
+        "a < b | c > d",
+        f"It says:{human}",
+        "x <unk> y",
+        "f <| g |> h",
+        "[inst]",
+        "<think>two</think>",
+    ):
         assert encoder.rendered_mark([text]) is None
 
 

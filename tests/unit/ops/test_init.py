@@ -241,3 +241,23 @@ def test_the_schema_for_editors_is_beside_the_file_that_names_it(
     assert named is not None
     schema = json.loads((out.parent / named[1]).read_text())
     jsonschema.validate(yaml.safe_load(out.read_text()), schema)
+
+
+def test_prompts_of_which_some_have_no_answer_are_named(tmp_path: Path, base: str) -> None:
+    rows = [{"prompt": f"{i} + 1?", "answer": str(i + 1) if i else None} for i in range(4)]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError, match="; 1 of the first 4 prompts have no 'answer': give it or remove"):
+        configuration(Given(base, "grpo", prompts="some.jsonl"), "my")
+
+
+def test_a_refused_file_is_not_written_and_says_so(
+    tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise DataError("data.sft[0]: 8 of 51 rows cannot be used")
+
+    monkeypatch.setattr(before, "_show", refuse)
+    out = tmp_path / "my.yaml"
+    assert main(["init", "--model", base, "--pairs", "pairs.jsonl", "--out", str(out)]) == 2
+    assert f"{out} was not written; to change these lines, save them" in capsys.readouterr().out
+    assert not out.exists()
