@@ -197,8 +197,8 @@ def tracking_uri(config: PipelineConfig) -> str:
 
 
 def registry_address(config: PipelineConfig) -> str:
-    """Return the tracking URI. The server that `rlhf up` started for `run.home` has that of its database, so
-    that a run is the same one through both.
+    """Return the tracking URI, or that of the database of `run.home` if it is the server that `rlhf up`
+    started for this home: a run has the same keys through both.
     """
     uri = tracking_uri(config)
     ports = read_json(Home(Path(config.run.home)).servers_ports) or {}

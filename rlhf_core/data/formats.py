@@ -49,8 +49,8 @@ _INSTRUCTIONS = (("instruction", "input", "output"), ("instruction", "context", 
 """Names of instruction, context and answer in Alpaca and Dolly."""
 _PROMPT_NAMES = ("question", "problem")
 """Names of the prompt in sets of problems, such as GSM8K and MATH."""
-_CHOICES = ("choices", "options")
-"""Fields of multiple choice. The question alone is not the prompt."""
+_BESIDE_QUESTION = ("choices", "options", "context")
+"""With one of these, the question alone is not the prompt."""
 _OWN_FIELDS = frozenset({"text", "messages", "prompt", "completion", "chosen", "rejected", "split", "meta"})
 _USED: dict[str, frozenset[str]] = {
     "text": frozenset({"text", "label", "weight", "train"}),
@@ -231,11 +231,9 @@ def _from_other_layout(row: Mapping[str, Any]) -> Mapping[str, Any]:
             return {**kept, "messages": [{"role": "user", "content": row["query"]}, called]}
     chosen = row.get("chosen")
     is_conversation = isinstance(chosen, list) or (isinstance(chosen, str) and _is_transcript(chosen))
-    if not is_conversation and not has & {"prompt", "messages", "text"}:
+    if not is_conversation and not has & {"prompt", "messages", "text", *_BESIDE_QUESTION}:
         for name in _PROMPT_NAMES:
             if name in has:
-                if beside := sorted(has & {*_CHOICES, "context"}):
-                    raise RowError(f"{beside[0]!r} {_PART_OF_PROMPT}, or name it in `ignore`")
                 return {**_without(row, (name,)), "prompt": row[name]}
     return row
 
@@ -256,15 +254,17 @@ def _from_share_gpt(item: Any) -> Any:
 
 
 def other_fields(row: Mapping[str, Any], rename: Mapping[str, str], record: Record) -> dict[str, bool]:
-    """Return the fields of a row that its record's texts are not made of, and whether each is a long text
-    that is not part of another one.
+    """Return the fields of a row that its record's texts are not made of, and whether each is a long text, or
+    what belongs to a question, and not part of another text.
     """
     found = {}
     for name, value in _from_other_layout(_renamed(row, rename)).items():
         if name not in _USED[record.kind] | {"group"} and not is_empty(value):
-            is_text = name not in _OWN_FIELDS and _is_long_text(value)
-            is_text = is_text and not any(value in text for text in record.texts)
-            found[str(name)] = is_text or name in _CHOICES
+            is_text = name in _BESIDE_QUESTION or (name not in _OWN_FIELDS and _is_long_text(value))
+            parts = map(str, value if isinstance(value, list) else [value])
+            found[str(name)] = is_text and any(
+                all(part not in text for text in record.texts) for part in parts
+            )
     return found
 
 
@@ -355,6 +355,9 @@ def _detect(row: Mapping[str, Any], *, demonstration: bool) -> Format:
         return "messages"
     if "text" in has:
         return "text"
+    beside = sorted(has.intersection(_BESIDE_QUESTION))
+    if beside and has.intersection(_PROMPT_NAMES):
+        raise RowError(f"{beside[0]!r} {_PART_OF_PROMPT}, or name it in `ignore`")
     fields = ", ".join(sorted(map(repr, row))[:8]) or "none"
     raise RowError(
         f"no known format: 'text', 'messages' or 'prompt' is missing (fields: {fields}); use `rename`"

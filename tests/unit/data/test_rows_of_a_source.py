@@ -251,4 +251,16 @@ def test_choices_that_are_not_in_the_prompt_are_named(
     assert "are not used ('choices' in 100 % of the rows)" in caplog.text
     caplog.clear()
     records_of(configure(tmp_path, rows, ignore=["choices"]), tmp_path, "prompts")
+    for row in rows:
+        row["prompt"] = f"{row['prompt']} a or b"
+    records_of(configure(tmp_path, rows), tmp_path, "prompts")
+    assert "are not used" not in caplog.text
+
+
+def test_a_question_without_its_choices_is_read_with_ignore(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"question": f"Which {i}?", "choices": {"text": ["a", "b"]}, "answer": "a"} for i in range(4)]
+    found, _ = records_of(configure(tmp_path, rows, ignore=["choices"]), tmp_path, "prompts")
+    assert [each.record.prompt_text for each in found] == [f"Which {i}?" for i in range(4)]
     assert "are not used" not in caplog.text
